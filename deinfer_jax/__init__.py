@@ -1,0 +1,17 @@
+"""Inference for low-rank decomposed (and dense) language models in JAX."""
+
+from deinfer_jax.checkpoint.inspect import Inspection as Inspection
+from deinfer_jax.checkpoint.inspect import inspect as inspect
+from deinfer_jax.config import LowRank as LowRank
+from deinfer_jax.config import ModelConfig as ModelConfig
+from deinfer_jax.config import RopeConfig as RopeConfig
+from deinfer_jax.config import Slice as Slice
+from deinfer_jax.engine.generate import Completion as Completion
+from deinfer_jax.engine.generate import Timing as Timing
+from deinfer_jax.engine.generate import generate as generate
+from deinfer_jax.engine.llm import LLM as LLM
+from deinfer_jax.engine.llm import load as load
+from deinfer_jax.engine.memory import OutOfDeviceMemory as OutOfDeviceMemory
+from deinfer_jax.engine.runner import RecompilationError as RecompilationError
+
+__version__ = "0.1.0"

@@ -1,0 +1,140 @@
+"""``deinfer``: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit status (0 = well, 1 = the request was bad or something is
+    missing)."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, FileNotFoundError, MemoryError) as error:
+        print(f"deinfer {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deinfer",
+        description="Inference for low-rank decomposed (and dense) language models in JAX.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = _command(
+        commands,
+        "generate",
+        "continue prompts or answer them",
+        'deinfer generate model.gguf --chat "What is the capital of France?"',
+        _generate,
+    )
+    generate.add_argument("model", help="a Hugging Face directory or a GGUF file")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.add_argument("--chat", action="store_true", help="each prompt is a user's message")
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
+    )
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 = all (default)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 = all (default)")
+    generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 = all (default)")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--ignore-eos", action="store_true")
+    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    generate.add_argument("--max-batch", type=int, metavar="B")
+    generate.add_argument("--max-context", type=int, metavar="TOKENS")
+    generate.add_argument("--cache-bytes", type=int, metavar="BYTES")
+    generate.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt, with token ids and times"
+    )
+
+    inspect = _command(
+        commands,
+        "inspect",
+        "describe a checkpoint from its headers",
+        "deinfer inspect model.gguf",
+        _inspect,
+    )
+    inspect.add_argument("model", help="a Hugging Face directory or a GGUF file")
+
+    _command(
+        commands,
+        "doctor",
+        "versions, devices, flags and a verdict on this machine",
+        "deinfer doctor",
+        _doctor,
+    )
+    return parser
+
+
+def _command(commands, name, summary, example, run) -> argparse.ArgumentParser:  # noqa: ANN001
+    command = commands.add_parser(
+        name, help=summary, description=summary.capitalize() + ".", epilog=f"example: {example}"
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import deinfer_jax
+
+    options = {"dtype": args.dtype, "max_batch": args.max_batch}
+    options |= {"max_context": args.max_context, "cache_bytes": args.cache_bytes}
+    prompts = args.prompts
+    if args.chat:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    with deinfer_jax.load(args.model, **options) as llm:
+        completions = deinfer_jax.generate(
+            llm,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed,
+            ignore_eos=args.ignore_eos,
+        )
+    for prompt, completion in zip(args.prompts, completions, strict=True):
+        if args.json:
+            record = {
+                "prompt": prompt,
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "error": completion.error,
+                "ttft_s": completion.timing.ttft_s,
+                "itl_s": completion.timing.itl_s,
+            }
+            print(json.dumps(record))
+        elif args.chat:
+            print(f"> {prompt}\n{completion.error or completion.text}\n")
+        else:
+            print(f"{prompt}{completion.error or completion.text}\n")
+    return 1 if any(completion.error for completion in completions) else 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    import deinfer_jax
+
+    print(deinfer_jax.inspect(args.model))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from deinfer_jax.doctor import report
+
+    text, well = report()
+    print(text)
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

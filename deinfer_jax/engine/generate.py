@@ -1,0 +1,275 @@
+"""``generate``: from prompts to completions."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deinfer_jax.engine.llm import LLM, check_token_ids, load
+from deinfer_jax.engine.request import FinishReason, Request, Sampling, prompt_hash
+
+__all__ = ["Completion", "Timing", "generate"]
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of a request.
+
+    Attributes:
+        ttft_s: from submission to the first token (time to first token), queueing included; None if
+            there was none.
+        itl_s: mean time between later tokens (inter-token latency); None with fewer than two
+            tokens.
+    """
+
+    ttft_s: float | None
+    itl_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a model made of a prompt.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it.
+        text: the continuation without special tokens; empty where the model has no tokenizer.
+        token_ids: the continuation, a final end or stop token included.
+        finish_reason: ``"eos"``, ``"stop"`` (a token of stop_token_ids), ``"length"`` or
+            ``"error"``.
+        error: what happened, where finish_reason is ``"error"``.
+        timing: latencies.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    error: str | None
+    timing: Timing
+
+
+def generate(
+    llm: LLM | str | os.PathLike[str],
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | Sequence[int] = 0,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+) -> list[Completion]:
+    """Continues prompts.
+
+    A result depends on the prompt, the parameters and the seed alone, not on the other prompts or
+    their order (in float32 on a CPU; in bfloat16 on a GPU other shapes round differently).
+
+    Args:
+        llm: from :func:`deinfer_jax.load`, or a path that is loaded for this call.
+        prompts: a string (continued as it is), a chat (list of ``{"role": …, "content": …}``, put
+            through the model's template), token ids, or a list of those.
+        max_new_tokens: most tokens a prompt is continued by.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: then keep the most likely tokens whose mass reaches p; 1 = all.
+        min_p: then keep tokens at least this likely relative to the most likely one; 0 = all.
+        seed: one, or one a prompt. Equal prompts with equal seeds draw differently: they count as
+            samples 0, 1, ….
+        stop_token_ids: tokens that end a continuation, besides the model's own.
+        ignore_eos: go on past the model's own end tokens.
+
+    Returns:
+        A completion a prompt, in order.
+
+    Raises:
+        ValueError: a parameter or a prompt is bad (every bad index is named); nothing has run then.
+    """
+    if not isinstance(llm, LLM):
+        with load(llm) as loaded:
+            return generate(
+                loaded,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+                ignore_eos=ignore_eos,
+            )
+    llm.check_open()
+    _check_parameters(max_new_tokens, temperature, top_k, top_p, min_p)
+    token_ids = _tokenize(llm, _as_list(prompts))
+    _check_lengths(llm, token_ids, max_new_tokens)
+    seeds = _one_each(seed, len(token_ids))
+
+    seen: dict[tuple[int, bytes], int] = {}
+    requests = []
+    for ids, one_seed in zip(token_ids, seeds, strict=True):
+        twin = (one_seed, prompt_hash(ids))
+        seen[twin] = seen.get(twin, -1) + 1
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=one_seed,
+            sample_index=seen[twin],
+            eos_token_ids=frozenset(() if ignore_eos else llm.eos_token_ids),
+            stop_token_ids=frozenset(stop_token_ids),
+        )
+        requests.append(Request(ids, sampling))
+    llm.engine.run(requests)
+    return [_completion(llm, request) for request in requests]
+
+
+def _completion(llm: LLM, request: Request) -> Completion:
+    assert request.finish_reason is not None
+    text = ""
+    if llm.tokenizer is not None:
+        ended = request.finish_reason in ("eos", "stop")
+        visible = request.generated[:-1] if ended else request.generated
+        text = llm.tokenizer.decode(visible, skip_special_tokens=True)
+    submitted, *arrivals = request.times
+    return Completion(
+        prompt_token_ids=tuple(request.prompt),
+        text=text,
+        token_ids=tuple(request.generated),
+        finish_reason=request.finish_reason,
+        error=request.error,
+        timing=Timing(
+            ttft_s=arrivals[0] - submitted if arrivals else None,
+            itl_s=(arrivals[-1] - arrivals[0]) / (len(arrivals) - 1) if len(arrivals) > 1 else None,
+        ),
+    )
+
+
+def _check_parameters(
+    max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
+    if not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k: expected an integer >= 0, got {top_k!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p: expected a number in [0, 1], got {min_p!r}")
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, Mapping) for item in items):
+        return [items]
+    if items and all(_is_int(item) for item in items):
+        return [items]
+    return items
+
+
+def _is_int(item: object) -> bool:
+    return hasattr(item, "__index__") and not isinstance(item, bool)
+
+
+def _tokenize(llm: LLM, prompts: list[Any]) -> list[list[int]]:
+    """Token ids of every prompt; ValueError naming all prompts that have none."""
+    token_ids, problems = [], []
+    for index, prompt in enumerate(prompts):
+        try:
+            token_ids.append(_tokenize_one(llm, prompt))
+        except ValueError as error:
+            problems.append(f"prompt {index}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return token_ids
+
+
+def _tokenize_one(llm: LLM, prompt: Any) -> list[int]:
+    if not isinstance(prompt, str) and (
+        not isinstance(prompt, Sequence) and not hasattr(prompt, "__iter__")
+    ):
+        raise ValueError(f"expected a string, a chat or token ids, got {type(prompt).__name__}")
+    if isinstance(prompt, str):
+        items: list[Any] = []
+    else:
+        items = list(prompt)
+    if items and all(_is_int(item) for item in items):
+        return check_token_ids(items, llm.config.vocab_size, "token ids")
+    if not isinstance(prompt, str) and not items:
+        raise ValueError("expected at least one token, got an empty list")
+    if llm.tokenizer is None:
+        raise ValueError("expected token ids, since this model has no tokenizer, got text")
+    if isinstance(prompt, str):
+        ids = llm.tokenizer(prompt)["input_ids"]
+    elif all(isinstance(item, Mapping) and {"role", "content"} <= set(item) for item in items):
+        if not llm.tokenizer.chat_template:
+            raise ValueError(
+                "expected a string or token ids, since this model has no chat template"
+            )
+        text = llm.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
+        # The template writes the special tokens itself: a second BOS must not be added.
+        ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        kinds = sorted({type(item).__name__ for item in items})
+        raise ValueError(
+            "expected a string, messages with 'role' and 'content', or token ids, got a list of "
+            + ", ".join(kinds)
+        )
+    return check_token_ids(ids, llm.config.vocab_size, "prompt")
+
+
+def _check_lengths(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) -> None:
+    too_long = [
+        f"prompt {index} ({len(ids)} + {max_new_tokens} tokens)"
+        for index, ids in enumerate(token_ids)
+        if len(ids) + max_new_tokens > llm.max_context
+    ]
+    if too_long:
+        raise ValueError(
+            f"prompt and new tokens: expected at most max_context = {llm.max_context} tokens "
+            "together, got " + ", ".join(too_long)
+        )
+    scheduler = llm.engine.scheduler
+    capacity = scheduler.allocator.num_pages * scheduler.page_size
+    too_big = [
+        f"prompt {index} ({len(ids)} + {max_new_tokens} tokens)"
+        for index, ids in enumerate(token_ids)
+        if len(ids) + max_new_tokens - 1 > capacity
+    ]
+    if too_big:
+        needed = max(len(ids) for ids in token_ids) + max_new_tokens
+        layout = llm.cache_layout
+        least = (layout.pages_for(needed) + 1) * layout.bytes_per_page
+        raise ValueError(
+            f"the cache holds {capacity} tokens in all, too few for {', '.join(too_big)}; "
+            f"cache_bytes = {least} would do"
+        )
+
+
+def _one_each(seed: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(seed, Sequence):
+        seeds = list(seed)
+        if len(seeds) != count:
+            raise ValueError(f"seed: expected one, or one a prompt ({count}), got {len(seeds)}")
+    else:
+        seeds = [seed] * count
+    bad = [value for value in seeds if not _is_int(value) or not 0 <= int(value) < 2**64]
+    if bad:
+        raise ValueError(f"seed: expected integers from 0 to 2^64 - 1, got {bad[:5]}")
+    return [int(value) for value in seeds]

@@ -1,0 +1,228 @@
+"""The static programs: pure functions of (weights, pools, batch state, a few small arrays from the
+host).
+
+Shapes come from buckets, so a handful of compilations serve every request; what changes from step
+to step is data. Weights are arguments, pools and state are donated and updated in place, and
+sampling happens here, on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jaxtyping import Array, Float, Int32, UInt32
+
+from deinfer_jax.cache.view import CacheView, DecodeView, LayerPool, PrefillView
+from deinfer_jax.engine.sampler import (
+    NOT_A_NUMBER,
+    SamplingParams,
+    request_key,
+    sample,
+)
+
+__all__ = [
+    "IDLE",
+    "BatchState",
+    "PromptChunk",
+    "decode",
+    "empty_state",
+    "prefill",
+    "score",
+    "scrub",
+]
+
+Weights = Any  # pure dict of arrays, as nnx.to_pure_dict gives it
+IDLE = -2  # token reported for a row that did not run in a step
+
+
+@struct.dataclass
+class BatchState:
+    """What the device remembers of each slot between programs: row i is slot i.
+
+    Attributes:
+        tokens: int32 [B], last token drawn, the next one to run.
+        lengths: int32 [B], tokens in the cache.
+        limits: int32 [B], the row runs while lengths < limits.
+        block_tables: int32 [B, M], pages in order, padded with the null page.
+        keys: uint32 [B, 2], see ``sampler.request_key``.
+        sampling: parameters, a row each.
+    """
+
+    tokens: Any
+    lengths: Any
+    limits: Any
+    block_tables: Any
+    keys: Any
+    sampling: SamplingParams
+
+
+@struct.dataclass
+class PromptChunk:
+    """Part of a prompt, with everything its slot needs to know of the request (a few hundred
+    bytes).
+
+    Attributes:
+        tokens: int32 [T], padded to the bucket.
+        start: int32 (), tokens of the prompt that are in the cache already.
+        length: int32 (), real tokens here.
+        slot: int32 ().
+        limit: int32 (), tokens in the cache at which the request ends.
+        block_table: int32 [M], padded with the null page.
+        key_words: uint32 [5], see ``sampler.request_key``.
+        sampling: parameters, scalars.
+    """
+
+    tokens: Any
+    start: Any
+    length: Any
+    slot: Any
+    limit: Any
+    block_table: Any
+    key_words: Any
+    sampling: SamplingParams
+
+
+def empty_state(max_batch: int, max_pages: int, null_page: int) -> BatchState:
+    """State of ``max_batch`` idle slots with tables of ``max_pages`` entries."""
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((max_batch, *shape), dtype)  # a buffer each, or they could not be donated
+
+    return BatchState(
+        tokens=zeros(),
+        lengths=zeros(),
+        limits=zeros(),
+        block_tables=jnp.full((max_batch, max_pages), null_page, jnp.int32),
+        keys=zeros(2, dtype=jnp.uint32),
+        sampling=SamplingParams(
+            temperature=zeros(dtype=jnp.float32),
+            top_k=zeros(),
+            top_p=jnp.ones(max_batch, jnp.float32),
+            min_p=zeros(dtype=jnp.float32),
+        ),
+    )
+
+
+def prefill(
+    graph: nnx.GraphDef[Any],
+    weights: Weights,
+    pools: list[LayerPool],
+    state: BatchState,
+    chunk: PromptChunk,
+    *,
+    pages: int,
+) -> tuple[list[LayerPool], BatchState, Int32[Array, ""]]:
+    """Runs one chunk of one prompt and draws the token after it (which counts only if the chunk is
+    the prompt's last).
+
+    Args:
+        graph: structure of the model.
+        weights: its parameters.
+        pools: donated.
+        state: donated; the chunk's slot is set up for decoding.
+        chunk: from the host.
+        pages: table entries that the program reads, the bucket M' ≤ M.
+    """
+    model = nnx.merge(graph, weights)
+    view = PrefillView(chunk.block_table[:pages], chunk.start, chunk.length)
+    x, pools = model(chunk.tokens, pools, view)
+    last = jax.lax.dynamic_slice_in_dim(x, chunk.length - 1, 1)
+
+    key = request_key(chunk.key_words)
+    end = chunk.start + chunk.length
+    one_row = jax.tree.map(lambda scalar: scalar[None], chunk.sampling)
+    token = sample(model.logits(last), key[None], end[None], one_row)[0]
+
+    broken = token == NOT_A_NUMBER
+    row = BatchState(
+        tokens=jnp.maximum(token, 0),
+        lengths=end,
+        limits=jnp.where(broken, 0, chunk.limit),
+        block_tables=chunk.block_table,
+        keys=key,
+        sampling=chunk.sampling,
+    )
+    state = jax.tree.map(lambda all_rows, one: all_rows.at[chunk.slot].set(one), state, row)
+    return pools, state, token
+
+
+def decode(
+    graph: nnx.GraphDef[Any],
+    weights: Weights,
+    pools: list[LayerPool],
+    state: BatchState,
+    slots: Int32[Array, " b"],
+    *,
+    pages: int,
+    steps: int,
+    implementation: str | None,
+) -> tuple[list[LayerPool], BatchState, Int32[Array, "n b"]]:
+    """Runs ``steps`` tokens of each slot in ``slots``; a row stops at its limit or at logits that
+    are not numbers.
+
+    Args:
+        graph: structure of the model.
+        weights: its parameters.
+        pools: donated.
+        state: donated; its rows advance.
+        slots: int32 [b] slot numbers; entries ≥ B are padding.
+        pages: table entries that the program reads.
+        steps: n.
+        implementation: of paged attention.
+
+    Returns:
+        Pools, state, and the tokens [n, b]: IDLE where a row did not run, NOT_A_NUMBER where it
+        broke.
+    """
+    max_batch = state.tokens.shape[0]
+    rows = jax.tree.map(lambda field: field.at[slots].get(mode="clip"), state)
+    tables = rows.block_tables[:, :pages]
+    model = nnx.merge(graph, weights)
+
+    def step(carry: Any, _: None) -> tuple[Any, Array]:
+        tokens, lengths, limits, pools = carry
+        active = (slots < max_batch) & (lengths < limits)
+        view: CacheView = DecodeView(tables, lengths, active, implementation)
+        x, pools = model(tokens, pools, view)
+        drawn = sample(model.logits(x), rows.keys, lengths + 1, rows.sampling)
+        broken = active & (drawn == NOT_A_NUMBER)
+        tokens = jnp.where(active & ~broken, drawn, tokens)
+        lengths = lengths + active.astype(jnp.int32)
+        limits = jnp.where(broken, 0, limits)
+        return (tokens, lengths, limits, pools), jnp.where(active, drawn, IDLE)
+
+    carry = (rows.tokens, rows.lengths, rows.limits, pools)
+    (tokens, lengths, limits, pools), drawn = jax.lax.scan(step, carry, None, length=steps)
+    state = replace(
+        state,
+        tokens=state.tokens.at[slots].set(tokens, mode="drop"),
+        lengths=state.lengths.at[slots].set(lengths, mode="drop"),
+        limits=state.limits.at[slots].set(limits, mode="drop"),
+    )
+    return pools, state, drawn
+
+
+def score(
+    graph: nnx.GraphDef[Any],
+    weights: Weights,
+    pools: list[LayerPool],
+    tokens: Int32[Array, " T"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+    block_table: Int32[Array, " M"],
+) -> tuple[list[LayerPool], Float[Array, "T W"]]:
+    """Logits of every token of a chunk, float32; like ``prefill`` otherwise, but no slot is
+    touched."""
+    model = nnx.merge(graph, weights)
+    x, pools = model(tokens, pools, PrefillView(block_table, start, length))
+    return pools, model.logits(x)
+
+
+def scrub(pools: list[LayerPool], pages: Int32[Array, " M"]) -> list[LayerPool]:
+    """Zeroes pages. A NaN left in a page would survive its weight of 0 in the next holder's
+    attention."""
+    return [pool.at[pages].set(jnp.zeros((), pool.dtype), mode="drop") for pool in pools]

@@ -1,0 +1,336 @@
+"""Owns what lives on the device (weights, pools, batch state) and the compiled programs that run on
+it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from deinfer_jax.cache.layout import CacheLayout
+from deinfer_jax.engine import programs
+from deinfer_jax.engine.memory import MemoryPlan, OutOfDeviceMemory
+from deinfer_jax.engine.programs import PromptChunk
+from deinfer_jax.engine.request import Request, Sampling
+from deinfer_jax.engine.sampler import SamplingParams
+from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
+
+__all__ = ["Buckets", "RecompilationError", "Runner", "fit", "powers_of_two"]
+
+logger = logging.getLogger(__name__)
+Key = tuple[str, int, int, int]  # program, rows (T or b), pages, steps
+
+
+class RecompilationError(RuntimeError):
+    """A program that the warm-up did not compile was asked for after it."""
+
+
+def powers_of_two(low: int, high: int) -> tuple[int, ...]:
+    """low, 2·low, 4·low, … and high itself."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= 2
+    return (*sizes, high)
+
+
+def fit(value: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds ``value``."""
+    for bucket in buckets:
+        if bucket >= value:
+            return bucket
+    raise ValueError(f"expected at most {buckets[-1]}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The shapes that programs exist for.
+
+    Attributes:
+        batch: decode rows. At least 2: with one row, a CPU rounds a product differently than with
+            several.
+        chunk: prompt tokens.
+        pages: table entries a program reads.
+        steps: decode steps a dispatch.
+    """
+
+    batch: tuple[int, ...]
+    chunk: tuple[int, ...]
+    pages: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @classmethod
+    def choose(
+        cls,
+        *,
+        max_batch: int,
+        max_context: int,
+        prefill_chunk: int,
+        page_size: int,
+        decode_steps: int,
+    ) -> Buckets:
+        """Powers of two for rows and pages (from 128 tokens on), powers of four for prompt
+        chunks."""
+        max_pages = -(-max_context // page_size)
+        longest = min(prefill_chunk, powers_of_two(16, max_context)[-1])
+        chunk = tuple(sorted({min(32 * 4**i, longest) for i in range(8)}))
+        return cls(
+            batch=powers_of_two(2, max(2, max_batch)),
+            chunk=chunk,
+            pages=powers_of_two(min(-(-128 // page_size), max_pages), max_pages),
+            steps=tuple(sorted({1, decode_steps})),
+        )
+
+    def programs(self, page_size: int) -> Iterator[Key]:
+        """Every program that serving requests can ask for."""
+        for rows in self.chunk:
+            for pages in self.pages:
+                if pages * page_size >= rows or pages == self.pages[-1]:
+                    yield ("prefill", rows, pages, 1)
+        for rows in self.batch:
+            for pages in self.pages:
+                for steps in self.steps:
+                    yield ("decode", rows, pages, steps)
+
+
+class Runner:
+    """Compiles programs ahead of time and dispatches them.
+
+    Args:
+        graph: structure of the model.
+        weights: its parameters, on ``device``.
+        layout: of the cache.
+        num_pages: usable pages of each pool.
+        max_batch: slots.
+        buckets: shapes of the programs.
+        device: where everything lives.
+        implementation: of the kernels.
+
+    Attributes:
+        guard: whether a compilation after ``warm_up`` is an error.
+        compilations: programs compiled so far.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Any],
+        weights: programs.Weights,
+        layout: CacheLayout,
+        *,
+        num_pages: int,
+        max_batch: int,
+        buckets: Buckets,
+        device: Any,
+        implementation: str | None,
+    ) -> None:
+        self.graph, self.weights, self.layout = graph, weights, layout
+        self.buckets, self.device, self.implementation = buckets, device, implementation
+        self.num_pages = num_pages
+        self.max_batch = max(2, max_batch)
+        self.max_pages = buckets.pages[-1]
+        self.guard = True
+        self.compilations = 0
+        self._sealed = False
+        self._executables: dict[Key, jax.stages.Compiled] = {}
+        self._plan(0).check()
+        with jax.default_device(device):
+            shapes = [layer.pool_shape(num_pages, layout.page_size) for layer in layout.layers]
+            dtype = jnp.dtype(layout.dtype)
+            self.pools = [jnp.zeros(shape, dtype) for shape in shapes]
+            self.state = programs.empty_state(self.max_batch, self.max_pages, num_pages)
+
+    # What the engine dispatches. Results are device arrays: reading them is the caller's business.
+
+    def prefill(self, step: PrefillStep) -> jax.Array:
+        """Dispatches a prompt chunk; returns the token drawn after it, int32 ()."""
+        request = step.request
+        rows = fit(step.length, self.buckets.chunk)
+        pages = fit(self.layout.pages_for(step.start + step.length), self._pages_for_chunk(rows))
+        chunk = self._prompt_chunk(request, step.start, step.length, rows)
+        self.pools, self.state, token = self._run(
+            ("prefill", rows, pages, 1), self.weights, self.pools, self.state, chunk
+        )
+        return token
+
+    def decode(self, step: DecodeStep) -> jax.Array:
+        """Dispatches decode steps; returns tokens int32 [steps, b], column j for
+        ``step.requests[j]``."""
+        rows = fit(len(step.requests), self.buckets.batch)
+        pages = fit(self.layout.pages_for(step.context), self.buckets.pages)
+        slots = np.full(rows, self.max_batch, np.int32)
+        slots[: len(step.requests)] = [request.slot for request in step.requests]
+        self.pools, self.state, drawn = self._run(
+            ("decode", rows, pages, step.steps), self.weights, self.pools, self.state, slots
+        )
+        return drawn
+
+    def score(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> np.ndarray:
+        """Logits float32 [len(tokens), W] of a chunk at ``start`` whose sequence owns ``pages``."""
+        rows = fit(len(tokens), self.buckets.chunk)
+        bucket = fit(self.layout.pages_for(start + len(tokens)), self._pages_for_chunk(rows))
+        table = self._table(pages, bucket)
+        self.pools, logits = self._run(
+            ("score", rows, bucket, 1),
+            self.weights,
+            self.pools,
+            _padded(tokens, rows),
+            _scalar(start, np.int32),
+            _scalar(len(tokens), np.int32),
+            table,
+        )
+        return np.asarray(logits)[: len(tokens)]
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Zeroes pages that a request with non-finite values has left."""
+        # Not a bucketed program, and not guarded: it runs after a fault only.
+        self.pools = jax.jit(programs.scrub, donate_argnums=0)(
+            self.pools, self._table(pages, self.max_pages)
+        )
+
+    def warm_up(self, *, progress: bool) -> None:
+        """Compiles every program that serving can need; from then on the guard holds."""
+        keys = list(self.buckets.programs(self.layout.page_size))
+        for key in tqdm(keys, desc="compiling programs", unit="program", disable=not progress):
+            self._executable(key)
+        self._sealed = True
+
+    def executable(self, kind: str, rows: int, pages: int, steps: int = 1) -> jax.stages.Compiled:
+        """A compiled program, for tests and benches that look into its HLO."""
+        return self._executable((kind, rows, pages, steps))
+
+    def memory_plan(self) -> MemoryPlan:
+        """Bytes by use, with the temporaries of the largest program compiled so far."""
+        sizes = [_temporary_bytes(executable) for executable in self._executables.values()]
+        return self._plan(max(sizes, default=0))
+
+    def close(self) -> None:
+        """Frees weights, pools and state on the device."""
+        for array in jax.tree.leaves((self.weights, self.pools, self.state)):
+            if not array.is_deleted():
+                array.delete()
+        self._executables.clear()
+
+    # Compilation
+
+    def _pages_for_chunk(self, rows: int) -> tuple[int, ...]:
+        """Page buckets that a chunk program of ``rows`` tokens exists for; see
+        ``Buckets.programs``."""
+        last = self.buckets.pages[-1]
+        return tuple(
+            p for p in self.buckets.pages if p * self.layout.page_size >= rows or p == last
+        )
+
+    def _executable(self, key: Key) -> jax.stages.Compiled:
+        if key not in self._executables:
+            if self._sealed and self.guard and key[0] in ("prefill", "decode"):
+                raise RecompilationError(
+                    f"program {key[0]} with {key[1]} rows, {key[2]} pages, {key[3]} steps was not "
+                    "compiled by the warm-up; set llm.recompilation_guard = False to allow it"
+                )
+            logger.debug("compiling %s, %d rows, %d pages, %d steps", *key)
+            function, arguments = self._signature(key)
+            executable = (
+                jax.jit(function, donate_argnums=_DONATED[key[0]]).lower(*arguments).compile()
+            )
+            self._plan(_temporary_bytes(executable)).check()
+            self._executables[key] = executable
+            self.compilations += 1
+        return self._executables[key]
+
+    def _signature(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function to jit and example arguments (device arrays and host arrays of the right
+        shapes)."""
+        kind, rows, pages, steps = key
+        scalar, tokens = _scalar(0, np.int32), np.zeros(rows, np.int32)
+        if kind == "prefill":
+            function = partial(programs.prefill, self.graph, pages=pages)
+            request = Request([0], _ANY_SAMPLING)
+            chunk = self._prompt_chunk(request, 0, 1, rows)
+            return function, (self.weights, self.pools, self.state, chunk)
+        if kind == "decode":
+            function = partial(
+                programs.decode,
+                self.graph,
+                pages=pages,
+                steps=steps,
+                implementation=self.implementation,
+            )
+            return function, (self.weights, self.pools, self.state, tokens)
+        assert kind == "score"
+        function = partial(programs.score, self.graph)
+        table = self._table([], pages)
+        return function, (self.weights, self.pools, tokens, scalar, scalar, table)
+
+    def _run(self, key: Key, *arguments: Any) -> Any:
+        executable = self._executable(key)
+        try:
+            return executable(*arguments)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            plan = self._plan(_temporary_bytes(executable))
+            raise OutOfDeviceMemory(f"out of device memory: {plan.describe()}") from error
+
+    def _plan(self, temporaries: int) -> MemoryPlan:
+        stats = self.device.memory_stats() or {}
+        return MemoryPlan(
+            weights=sum(array.nbytes for array in jax.tree.leaves(self.weights)),
+            cache=self.layout.pool_bytes(self.num_pages),
+            temporaries=temporaries,
+            available=stats.get("bytes_limit"),
+            bytes_per_sequence=self.layout.bytes_per_page * self.max_pages,
+        )
+
+    # Host arrays
+
+    def _prompt_chunk(self, request: Request, start: int, length: int, rows: int) -> PromptChunk:
+        sampling = request.sampling
+        return PromptChunk(
+            tokens=_padded(request.prompt[start : start + length], rows),
+            start=_scalar(start, np.int32),
+            length=_scalar(length, np.int32),
+            slot=_scalar(request.slot, np.int32),
+            limit=_scalar(request.max_length, np.int32),
+            block_table=self._table(request.pages, self.max_pages),
+            key_words=request.key_words,
+            sampling=SamplingParams(
+                temperature=_scalar(sampling.temperature, np.float32),
+                top_k=_scalar(sampling.top_k, np.int32),
+                top_p=_scalar(sampling.top_p, np.float32),
+                min_p=_scalar(sampling.min_p, np.float32),
+            ),
+        )
+
+    def _table(self, pages: Sequence[int], length: int) -> Any:
+        table = np.full(length, self.num_pages, np.int32)  # the null page
+        count = min(len(pages), length)
+        table[:count] = pages[:count]
+        return table
+
+
+# Positions of pools and state among a program's arguments (the graph is bound already).
+_DONATED = {"prefill": (1, 2), "decode": (1, 2), "score": (1,)}
+_ANY_SAMPLING = Sampling(max_new_tokens=1)
+
+
+def _scalar(value: float, dtype: type[np.generic]) -> Any:
+    return np.asarray(value, dtype)
+
+
+def _padded(tokens: Sequence[int], length: int) -> Any:
+    padded = np.zeros(length, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _temporary_bytes(executable: jax.stages.Compiled) -> int:
+    analysis = executable.memory_analysis()
+    return 0 if analysis is None else analysis.temp_size_in_bytes

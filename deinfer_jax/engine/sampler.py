@@ -1,0 +1,157 @@
+"""Next-token choice on the device, one independent decision a row.
+
+A row's noise is a function of its key, its position and the word alone, so neither its neighbours
+in the batch nor (once the head is split) the shard that holds a word can change what is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+__all__ = [
+    "NOT_A_NUMBER",
+    "SamplingParams",
+    "filter_words",
+    "gumbel_noise",
+    "request_key",
+    "sample",
+]
+
+NOT_A_NUMBER = -1  # what `sample` returns for a row whose logits are not numbers
+
+
+@struct.dataclass
+class SamplingParams:
+    """Arrays [B], or scalars for one row.
+
+    Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off.
+
+    The filters act on the tempered distribution in the order top-k, top-p (mass of what top-k
+    left), min-p (relative to the most likely word), as transformers' logits processors do.
+    """
+
+    # Any, because JAX also rebuilds the dataclass around specs, tracers and None.
+    temperature: Any  # float32
+    top_k: Any  # int32
+    top_p: Any  # float32
+    min_p: Any  # float32
+
+
+def request_key(words: UInt32[Array, " 5"]) -> UInt32[Array, " 2"]:
+    """Key of a request: (seed high, seed low) folded with the prompt's 64-bit hash and the sample
+    index.
+
+    Args:
+        words: seed high and low, hash high and low, sample index.
+    """
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    for word in (words[2], words[3], words[4]):
+        key = jax.random.fold_in(key, word)
+    return jax.random.key_data(key)
+
+
+def gumbel_noise(
+    keys: UInt32[Array, "B 2"], positions: Int32[Array, " B"], words: UInt32[Array, " W"]
+) -> Float[Array, "B W"]:
+    """Standard Gumbel noise of each word for the token at each row's position.
+
+    Args:
+        keys: of the requests.
+        positions: of the token to be drawn.
+        words: word numbers, any subset of the vocabulary in any order.
+    """
+
+    def row(key: Array, position: Array) -> Array:
+        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+        # threefry turns counter pairs (0, word) into bit pairs; the first of each pair is that
+        # word's.
+        counters = jnp.concatenate([jnp.zeros_like(words), words])
+        bits = threefry_2x32(jax.random.key_data(folded), counters)[: words.shape[0]]
+        unit = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+        return -jnp.log(-jnp.log(jnp.maximum(unit, jnp.finfo(jnp.float32).tiny)))
+
+    return jax.vmap(row)(keys, positions)
+
+
+def filter_words(tempered: Float[Array, "B W"], params: SamplingParams) -> Bool[Array, "B W"]:
+    """Which words top-k, top-p and min-p keep; words that tie with the last one kept are kept too.
+
+    Instead of sorting, the thresholds are found by bisection over the float32 bit patterns: 32
+    passes give the exact k-th largest value, and the exact value at which the mass reaches p.
+    """
+    order = _ordered_bits(tempered)
+    words = tempered.shape[1]
+
+    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, words), words)
+    kth = _largest_threshold(lambda t: jnp.sum(order >= t[:, None], axis=1) >= k, order.shape[0])
+    keep = order >= kth[:, None]
+
+    mass = jnp.where(keep, jnp.exp(tempered - tempered.max(axis=1, keepdims=True)), 0.0)
+    goal = params.top_p * mass.sum(axis=1)
+    cut = _largest_threshold(
+        lambda t: jnp.sum(jnp.where(order >= t[:, None], mass, 0.0), axis=1) >= goal, order.shape[0]
+    )
+    keep &= (order >= cut[:, None]) | (params.top_p >= 1.0)[:, None]
+
+    return keep & (
+        mass >= params.min_p[:, None]
+    )  # mass is relative to the most likely word already
+
+
+def sample(
+    logits: Float[Array, "B W"],
+    keys: UInt32[Array, "B 2"],
+    positions: Int32[Array, " B"],
+    params: SamplingParams,
+) -> Int32[Array, " B"]:
+    """One word a row; NOT_A_NUMBER where a row's logits contain a NaN or +inf, or nothing but −inf.
+
+    Args:
+        logits: float32.
+        keys: of the requests, see ``request_key``.
+        positions: of the token to be drawn, from 0 at the start of the prompt.
+        params: per row.
+    """
+
+    def draw(logits: Array) -> Array:
+        temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
+        tempered = logits / temperature[:, None]
+        filtered = jnp.any((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
+        keep = jax.lax.cond(
+            filtered, lambda x: filter_words(x, params), lambda x: jnp.ones(x.shape, bool), tempered
+        )
+        noise = gumbel_noise(keys, positions, jnp.arange(logits.shape[1], dtype=jnp.uint32))
+        noisy = jnp.where(keep, tempered + noise, -jnp.inf)
+        return jnp.where(params.temperature > 0, _argmax(noisy), _argmax(logits))
+
+    words = jax.lax.cond(jnp.any(params.temperature > 0), draw, _argmax, logits)
+    best = logits.max(axis=1)  # NaN if any logit is
+    return jnp.where(jnp.isfinite(best), words, NOT_A_NUMBER)
+
+
+def _argmax(logits: Array) -> Array:
+    return jnp.argmax(logits, axis=1).astype(jnp.int32)
+
+
+def _ordered_bits(x: Array) -> Array:
+    """uint32 in the order of the float32 values."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
+
+
+def _largest_threshold(reaches: Callable[[Array], Array], batch: int) -> Array:
+    """Largest uint32 t a row for which ``reaches(t)`` holds, where it holds up to some t and not
+    beyond."""
+
+    def body(i: Array, low: Array) -> Array:
+        trial = low | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(reaches(trial), trial, low)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(batch, jnp.uint32))

@@ -1,0 +1,85 @@
+"""Self-attention of a decoder block, up to the cache."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from deinfer_jax.cache.view import CacheView, LayerPool
+from deinfer_jax.config import ModelConfig
+from deinfer_jax.layers.linear import Contract, Expand
+from deinfer_jax.layers.norm import RMSNorm
+from deinfer_jax.layers.rope import rotate
+from deinfer_jax.parallel.strategy import Strategy
+
+__all__ = ["Attention"]
+
+
+class Attention(nnx.Module):
+    """Norm, q k v, RoPE, attention over the cache, o: MHA, GQA and MQA, with or without a sliding
+    window.
+
+    Args:
+        name: e.g. ``model.layers.0``; the norm is ``input_layernorm``, the rest is under
+            ``self_attn``.
+        window: sliding window in tokens, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        window: int | None,
+        strategy: Strategy,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        inner = f"{name}.self_attn"
+        self.norm = RMSNorm(
+            f"{name}.input_layernorm", D, config.rms_norm_eps, dtype=dtype, rngs=rngs
+        )
+        self.qkv = Expand(
+            inner,
+            {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H},
+            D,
+            bias=config.qkv_bias,
+            low_rank=config.low_rank,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+        def head_norm(short: str) -> RMSNorm | None:
+            if not config.qk_norm:
+                return None
+            return RMSNorm(f"{inner}.{short}", H, config.rms_norm_eps, dtype=dtype, rngs=rngs)
+
+        self.q_norm, self.k_norm = head_norm("q_norm"), head_norm("k_norm")
+        self.o = Contract(
+            f"{inner}.o_proj",
+            N * H,
+            D,
+            bias=config.o_bias,
+            low_rank=config.low_rank,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.head_dim, self.window, self.strategy = H, window, strategy
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rotation: tuple[Float[Array, "T h"], Float[Array, "T h"]],
+        pool: LayerPool,
+        view: CacheView,
+    ) -> tuple[Float[Array, "T D"], LayerPool]:
+        """What attention adds to the residual x, and the pool with the new tokens in it."""
+        q, k, v = self.strategy.expand(x, self.norm, self.qkv)
+        q, k, v = (part.reshape(part.shape[0], -1, self.head_dim) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        out, pool = view.attend(pool, q, k, v, scale=self.head_dim**-0.5, window=self.window)
+        return self.strategy.contract(out.reshape(out.shape[0], -1), self.o), pool

@@ -1,0 +1,29 @@
+"""Model families, one file each; ``build`` looks a config's family up in the registry."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from deinfer_jax.config import ModelConfig
+from deinfer_jax.models.llama import Llama
+from deinfer_jax.parallel.strategy import Strategy
+
+__all__ = ["FAMILIES", "Model", "build"]
+
+Model = Llama  # becomes a union as families are added
+FAMILIES: dict[str, type[Model]] = {"llama": Llama}
+
+
+def build(
+    config: ModelConfig, *, max_context: int, strategy: Strategy, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> Model:
+    """The model of ``config`` with random weights; under ``nnx.eval_shape`` its shapes alone.
+
+    Raises:
+        ValueError: the family is unknown.
+    """
+    if config.family not in FAMILIES:
+        raise ValueError(f"family: expected one of {', '.join(FAMILIES)}, got {config.family!r}")
+    family = FAMILIES[config.family]
+    return family(config, max_context=max_context, strategy=strategy, dtype=dtype, rngs=rngs)

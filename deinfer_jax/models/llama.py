@@ -1,0 +1,106 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one wiring, told apart by the config (biases, q/k norm, windows,
+RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from deinfer_jax.cache.view import CacheView, LayerPool
+from deinfer_jax.config import ModelConfig
+from deinfer_jax.layers.attention import Attention
+from deinfer_jax.layers.embedding import WordTable
+from deinfer_jax.layers.mlp import GatedMLP
+from deinfer_jax.layers.norm import RMSNorm
+from deinfer_jax.layers.rope import Rotary
+from deinfer_jax.parallel.strategy import Strategy
+
+__all__ = ["Llama"]
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(x), then x + mlp(x); each block norms its own input."""
+
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        strategy: Strategy,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        name = f"model.layers.{index}"
+        window = config.windows[index]
+        self.attention = Attention(name, config, window, strategy, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(name, config, strategy, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rotation: tuple[Float[Array, "T h"], Float[Array, "T h"]],
+        pool: LayerPool,
+        view: CacheView,
+    ) -> tuple[Float[Array, "T D"], LayerPool]:
+        attended, pool = self.attention(x, rotation, pool, view)
+        x = x + attended
+        return x + self.mlp(x), pool
+
+
+class Llama(nnx.Module):
+    """Decoder-only transformer with RMSNorm, RoPE and a gated MLP.
+
+    Args:
+        config: sizes and variants.
+        max_context: longest sequence in tokens; dynamic NTK fixes its frequencies from it.
+        strategy: how products are split over devices.
+        dtype: of the parameters and the residual stream.
+        rngs: of random initial weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_context: int,
+        strategy: Strategy,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        D, W = config.hidden_size, config.vocab_size
+        self.embedding = WordTable("model.embed_tokens", W, D, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [
+                DecoderLayer(i, config, strategy, dtype=dtype, rngs=rngs)
+                for i in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm("model.norm", D, config.rms_norm_eps, dtype=dtype, rngs=rngs)
+        tied = config.tie_embeddings
+        self.head = None if tied else WordTable("lm_head", W, D, dtype=dtype, rngs=rngs)
+        self.rotary = Rotary(config.rope, config.head_dim, max_context)
+        self.strategy = strategy
+
+    def __call__(
+        self, tokens: Int32[Array, " T"], pools: Sequence[LayerPool], view: CacheView
+    ) -> tuple[Float[Array, "T D"], list[LayerPool]]:
+        """Runs T tokens, one chunk of a sequence or one token of each sequence, as the view says.
+
+        Returns:
+            The normed last hidden states [T, D] and the pools with the tokens' keys and values in
+            them.
+        """
+        x = self.strategy.embed(tokens, self.embedding)
+        rotation = self.rotary(view.positions(tokens.shape[0]))
+        new_pools = []
+        for layer, pool in zip(self.layers, pools, strict=True):
+            x, pool = layer(x, rotation, pool, view)
+            new_pools.append(pool)
+        return self.norm(x), new_pools
+
+    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T W"]:
+        """Float32 logits of normed hidden states."""
+        return self.strategy.logits(x, self.head if self.head is not None else self.embedding)

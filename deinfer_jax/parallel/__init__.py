@@ -1,0 +1,1 @@
+"""How a model is split over devices: strategies and their collectives."""

@@ -1,0 +1,50 @@
+"""The definition of paged decode attention in plain jnp; also the CPU path."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    q: Array,  # [B, N, H]
+    pool: Array,  # [P, 2, K, S, H]
+    block_table: Array,  # [B, M]
+    lengths: Array,  # [B]
+    *,
+    scale: float,
+    window: int | None,
+) -> Array:  # [B, N, H]
+    """See ``api.paged_attention``; every page that the table names is read, used or not."""
+    batch, heads, width = q.shape
+    kv_heads, page_size = pool.shape[2:4]
+    tokens = block_table.shape[1] * page_size
+
+    pages = pool[block_table]  # [B, M, 2, K, S, H]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum(
+        "bkgh,bmksh->bkgms", grouped, pages[:, :, 0], preferred_element_type=jnp.float32
+    ).reshape(batch, kv_heads, -1, tokens)
+
+    position = jnp.arange(tokens, dtype=jnp.int32)[None, :]
+    seen = position < lengths[:, None]
+    if window is not None:
+        seen &= position >= lengths[:, None] - window
+    seen = seen[:, None, None, :]  # [B, 1, 1, M·S]
+
+    # An empty row keeps the mask's finite floor everywhere, so its exponentials are 1 and masked to
+    # 0: zeros, not NaN.
+    floor = jnp.finfo(jnp.float32).min
+    scores = jnp.where(seen, scores * scale, floor)
+    weights = jnp.where(seen, jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
+    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    weights = (weights / total).astype(pool.dtype)
+    out = jnp.einsum(
+        "bkgms,bmksh->bkgh",
+        weights.reshape(batch, kv_heads, -1, block_table.shape[1], page_size),
+        pages[:, :, 1],
+        preferred_element_type=jnp.float32,
+    )
+    return out.reshape(batch, heads, width).astype(q.dtype)
