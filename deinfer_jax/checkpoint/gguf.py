@@ -248,6 +248,11 @@ class GGUFCheckpoint(Checkpoint):
                 raise self._error(
                     f"metadata '{arch}.{key}': expected the head width {head_dim}, got {got}"
                 )
+        if divisors is not None and len(divisors) != head_dim // 2:
+            raise self._error(
+                f"tensor {ROPE_FREQS!r}: expected {head_dim // 2} divisors, half a head, "
+                f"got {len(divisors)}"
+            )
         window = self._get(f"{arch}.attention.sliding_window", int, 0) or None
         if window and f"{arch}.attention.sliding_window_pattern" in self.metadata:
             raise self._error(f"'{arch}.attention.sliding_window_pattern' is not supported")

@@ -236,6 +236,12 @@ def test_rope_freqs_are_divisors_and_no_tensor(write_gguf, tiny_weights):
     assert checkpoint.shapes().keys() == tiny_weights().keys()
 
 
+def test_rope_freqs_of_another_head_width(write_gguf, tiny_weights):
+    path = write_gguf(tiny_weights(), tensors={"rope_freqs.weight": np.ones(32, np.float32)})
+    with pytest.raises(ValueError, match="'rope_freqs.weight': expected 16 divisors.*got 32"):
+        open_checkpoint(path)
+
+
 # Configuration
 
 

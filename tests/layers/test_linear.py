@@ -1,0 +1,249 @@
+"""Expand and Contract, dense and decomposed, against float64 products with W = u v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from deinfer_jax import LowRank, Slice
+from deinfer_jax.layers.linear import Contract, Expand, product
+from deinfer_jax.layers.parameter import Source, sources_of
+
+D, T = 13, 5
+WIDTHS = {"q_proj": 12, "k_proj": 6, "v_proj": 7}
+PARENT = "model.layers.0.self_attn"
+
+
+def slices(**pieces: tuple[str, int, int]) -> LowRank:
+    """LowRank from short names and (v, offset, rank)."""
+    return LowRank(
+        tuple(
+            (f"{PARENT}.{short}", Slice(v=v, offset=offset, rank=rank))
+            for short, (v, offset, rank) in pieces.items()
+        )
+    )
+
+
+LAYOUTS = {
+    "dense": slices(),
+    "separate": slices(q_proj=("vq", 0, 5), k_proj=("vk", 0, 3), v_proj=("vv", 0, 4)),
+    "separate slices of one v": slices(
+        q_proj=("vqkv", 0, 5), k_proj=("vqkv", 5, 3), v_proj=("vqkv", 8, 4)
+    ),
+    "slices in another order": slices(
+        q_proj=("vqkv", 7, 5), k_proj=("vqkv", 0, 3), v_proj=("vqkv", 3, 4)
+    ),
+    "shared q k v": slices(q_proj=("z", 0, 6), k_proj=("z", 0, 6), v_proj=("z", 0, 6)),
+    "shared k v": slices(q_proj=("vq", 0, 5), k_proj=("vkv", 0, 4), v_proj=("vkv", 0, 4)),
+    "shared q v, k alone": slices(q_proj=("a", 0, 5), k_proj=("b", 0, 3), v_proj=("a", 0, 5)),
+    "k dense": slices(q_proj=("vq", 0, 5), v_proj=("vv", 0, 4)),
+    "only k decomposed": slices(k_proj=("vk", 0, 3)),
+    "k v shared, q dense": slices(k_proj=("vkv", 0, 4), v_proj=("vkv", 0, 4)),
+    "rank 1": slices(q_proj=("vq", 0, 1), k_proj=("vk", 0, 1), v_proj=("vv", 0, 1)),
+    "rank above the widths": slices(q_proj=("vq", 0, 17), k_proj=("vk", 0, 19)),
+}
+
+
+def expand(low_rank: LowRank, *, bias: bool, dtype: str = "float32") -> Expand:
+    """Shapes alone, see ``fill``: making random values takes a compilation each."""
+    return nnx.eval_shape(
+        lambda: Expand(
+            PARENT,
+            WIDTHS,
+            D,
+            bias=bias,
+            low_rank=low_rank,
+            dtype=jnp.dtype(dtype),
+            rngs=nnx.Rngs(0),
+        )
+    )
+
+
+def sources(module: nnx.Module) -> dict[str, Source]:
+    return {
+        source.name: source
+        for _, _, pieces in sources_of(nnx.state(module))
+        for source in pieces
+    }
+
+
+def fill(module: nnx.Module, seed: int = 1) -> dict[str, np.ndarray]:
+    """Puts random tensors where the declared sources say; returns them by checkpoint name."""
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+    state = nnx.state(module)
+    for _, variable, pieces in sources_of(state):
+        parts = [rng.standard_normal(piece.shape).astype(np.float32) for piece in pieces]
+        tensors |= {piece.name: part for piece, part in zip(pieces, parts, strict=True)}
+        variable.set_value(jnp.asarray(np.concatenate(parts), variable.get_value().dtype))
+    nnx.update(module, state)
+    return tensors
+
+
+def dense_weight(name: str, low_rank: LowRank, tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """The module's [out, in] in float64."""
+    for module, piece in low_rank.slices:
+        if module == name:
+            v = tensors[piece.v].astype(np.float64)[piece.offset : piece.offset + piece.rank]
+            return tensors[f"{name}.u.weight"].astype(np.float64) @ v
+    return tensors[f"{name}.weight"].astype(np.float64)
+
+
+@nnx.jit
+def both_stages(block: Any, x: Any) -> Any:
+    return block.outputs(x, block.latents(x))
+
+
+def run(block: Expand | Contract, x: np.ndarray) -> Any:
+    return both_stages(block, jnp.asarray(x))
+
+
+def random_x(width: int = D) -> np.ndarray:
+    return np.random.default_rng(3).standard_normal((T, width)).astype(np.float32)
+
+
+class TestExpand:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+    def test_equals_the_dense_product(self, layout: str, bias: bool) -> None:
+        low_rank = LAYOUTS[layout]
+        block = expand(low_rank, bias=bias)
+        tensors, x = fill(block), random_x()
+        outputs = run(block, x)
+        decomposed = dict(low_rank.slices)
+        for short, ours in zip(WIDTHS, outputs, strict=True):
+            name = f"{PARENT}.{short}"
+            expected = x.astype(np.float64) @ dense_weight(name, low_rank, tensors).T
+            if bias:
+                expected += tensors[f"{name}.u.bias" if name in decomposed else f"{name}.bias"]
+            assert ours.shape == (T, WIDTHS[short])
+            np.testing.assert_allclose(np.asarray(ours), expected, atol=2e-4, rtol=2e-5)
+
+    def test_latents_of_a_dense_block(self) -> None:
+        block = expand(LAYOUTS["dense"], bias=False)
+        fill(block)
+        assert block.latents(jnp.asarray(random_x())) is None
+
+    @pytest.mark.parametrize(
+        ("layout", "ranks"),
+        [("separate", 12), ("separate slices of one v", 12), ("shared q k v", 6), ("k dense", 9)],
+    )
+    def test_width_of_the_latents(self, layout: str, ranks: int) -> None:
+        block = expand(LAYOUTS[layout], bias=False)
+        fill(block)
+        z = block.latents(jnp.asarray(random_x()))
+        assert z is not None and z.shape == (T, ranks)
+
+    @pytest.mark.parametrize(
+        ("layout", "products"),
+        [("separate", 3), ("shared q k v", 1), ("shared k v", 2), ("shared q v, k alone", 2)],
+    )
+    def test_a_group_is_one_product(self, layout: str, products: int) -> None:
+        assert len(expand(LAYOUTS[layout], bias=False).u) == products
+
+    def test_no_rows_are_left_without_a_source(self) -> None:
+        for low_rank in LAYOUTS.values():
+            for _, variable, pieces in sources_of(nnx.state(expand(low_rank, bias=True))):
+                ends = [piece.start + piece.shape[0] for piece in pieces]
+                assert [piece.start for piece in pieces] == [0, *ends[:-1]]
+                assert ends[-1] == variable.get_value().shape[0]
+
+    def test_sources_of_a_dense_block(self) -> None:
+        assert sources(expand(LAYOUTS["dense"], bias=True)) == {
+            f"{PARENT}.q_proj.weight": Source(f"{PARENT}.q_proj.weight", 0, (12, D)),
+            f"{PARENT}.k_proj.weight": Source(f"{PARENT}.k_proj.weight", 12, (6, D)),
+            f"{PARENT}.v_proj.weight": Source(f"{PARENT}.v_proj.weight", 18, (7, D)),
+            f"{PARENT}.q_proj.bias": Source(f"{PARENT}.q_proj.bias", 0, (12,)),
+            f"{PARENT}.k_proj.bias": Source(f"{PARENT}.k_proj.bias", 12, (6,)),
+            f"{PARENT}.v_proj.bias": Source(f"{PARENT}.v_proj.bias", 18, (7,)),
+        }
+
+    def test_sources_of_a_mixed_block(self) -> None:
+        found = sources(expand(LAYOUTS["k v shared, q dense"], bias=True))
+        assert found == {
+            f"{PARENT}.q_proj.weight": Source(f"{PARENT}.q_proj.weight", 0, (12, D)),
+            "vkv": Source("vkv", 0, (4, D)),
+            f"{PARENT}.k_proj.u.weight": Source(f"{PARENT}.k_proj.u.weight", 0, (6, 4)),
+            f"{PARENT}.v_proj.u.weight": Source(f"{PARENT}.v_proj.u.weight", 6, (7, 4)),
+            f"{PARENT}.q_proj.bias": Source(f"{PARENT}.q_proj.bias", 0, (12,)),
+            f"{PARENT}.k_proj.u.bias": Source(f"{PARENT}.k_proj.u.bias", 12, (6,)),
+            f"{PARENT}.v_proj.u.bias": Source(f"{PARENT}.v_proj.u.bias", 18, (7,)),
+        }
+
+    def test_a_v_of_several_slices_is_read_once(self) -> None:
+        found = sources(expand(LAYOUTS["slices in another order"], bias=False))
+        assert found["vqkv"] == Source("vqkv", 0, (12, D))
+
+    def test_latents_are_in_the_dtype_of_the_model(self) -> None:
+        block = expand(LAYOUTS["separate"], bias=False, dtype="bfloat16")
+        fill(block)
+        z = block.latents(jnp.asarray(random_x(), jnp.bfloat16))
+        assert z is not None and z.dtype == jnp.bfloat16
+
+
+def contract(low_rank: LowRank, *, bias: bool) -> Contract:
+    return nnx.eval_shape(
+        lambda: Contract(
+            f"{PARENT}.o_proj",
+            D,
+            11,
+            bias=bias,
+            low_rank=low_rank,
+            dtype=jnp.dtype("float32"),
+            rngs=nnx.Rngs(0),
+        )
+    )
+
+
+class TestContract:
+    @pytest.mark.parametrize("rank", [None, 1, 4, 20])
+    @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+    def test_equals_the_dense_product(self, rank: int | None, bias: bool) -> None:
+        low_rank = slices() if rank is None else slices(o_proj=("vo", 0, rank))
+        block, h = contract(low_rank, bias=bias), random_x()
+        tensors = fill(block)
+        ours = run(block, h)
+        expected = h.astype(np.float64) @ dense_weight(f"{PARENT}.o_proj", low_rank, tensors).T
+        if bias:
+            expected += tensors[f"{PARENT}.o_proj.{'' if rank is None else 'u.'}bias"]
+        np.testing.assert_allclose(np.asarray(ours), expected, atol=2e-4, rtol=2e-5)
+
+    def test_sources(self) -> None:
+        found = sources(contract(slices(o_proj=("vo", 0, 4)), bias=True))
+        assert found == {
+            "vo": Source("vo", 0, (4, D)),
+            f"{PARENT}.o_proj.u.weight": Source(f"{PARENT}.o_proj.u.weight", 0, (11, 4)),
+            f"{PARENT}.o_proj.u.bias": Source(f"{PARENT}.o_proj.u.bias", 0, (11,)),
+        }
+
+    def test_a_slice_of_another_factor(self) -> None:
+        with pytest.raises(ValueError, match="o_proj.*offset 0, got offset 3"):
+            contract(slices(o_proj=("vo", 3, 4)), bias=False)
+
+
+class TestProduct:
+    def test_float32(self) -> None:
+        w = np.random.default_rng(0).standard_normal((7, D)).astype(np.float32)
+        ours = product(jnp.asarray(w), jnp.asarray(random_x()))
+        np.testing.assert_allclose(np.asarray(ours), random_x() @ w.T, atol=1e-5)
+
+    def test_bfloat16_accumulates_in_float32(self) -> None:
+        # 1 + 1/512 · 512 = 2 in float32; in bfloat16 each small term would be lost.
+        w = jnp.concatenate([jnp.ones((1, 1)), jnp.full((1, 512), 1 / 512)], axis=1)
+        ours = product(w.astype(jnp.bfloat16), jnp.ones((1, 513), jnp.bfloat16))
+        assert ours.dtype == jnp.bfloat16 and float(ours[0, 0]) == 2.0
+
+    def test_out_dtype(self) -> None:
+        ones: Any = jnp.ones((2, 3), jnp.bfloat16)
+        assert product(ones, ones, jnp.float32).dtype == jnp.float32
+
+
+class TestSlice:
+    @pytest.mark.parametrize(("offset", "rank"), [(0, 0), (-1, 3), (2, -2)])
+    def test_bad_sizes(self, offset: int, rank: int) -> None:
+        with pytest.raises(ValueError, match=f"'v'.*rank >= 1 and offset >= 0, got {rank}, "):
+            Slice(v="v", offset=offset, rank=rank)

@@ -1,0 +1,385 @@
+"""Configurations: RoPE frequencies against transformers, config.json of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deinfer_jax import LowRank, ModelConfig, RopeConfig, Slice
+
+BASE: dict[str, Any] = dict(
+    model_type="llama",
+    vocab_size=160,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=96,
+)
+THETA = 20000.0
+
+# kind: its parameters as transformers writes them
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": dict(rope_type="linear", factor=3.0),
+    "dynamic": dict(rope_type="dynamic", factor=2.5),
+    "llama3": dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=40,
+    ),
+    "llama3, other bounds": dict(
+        rope_type="llama3",
+        factor=3.0,
+        low_freq_factor=0.5,
+        high_freq_factor=7.0,
+        original_max_position_embeddings=64,
+    ),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=24),
+    "yarn, attention factor": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=24, attention_factor=1.7
+    ),
+    "yarn, betas": dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=600,
+        beta_fast=20.0,
+        beta_slow=2.0,
+    ),
+    "yarn, mscale": dict(
+        rope_type="yarn",
+        factor=40.0,
+        original_max_position_embeddings=24,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+    ),
+    "yarn, not truncated": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=600, truncate=False
+    ),
+    "yarn, factor below 1": dict(
+        rope_type="yarn", factor=0.5, original_max_position_embeddings=192
+    ),
+}
+
+
+def config(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**BASE, **changes})
+
+
+class TestFrequencies:
+    @pytest.mark.parametrize("head_dim", [8, 64, 128])
+    @pytest.mark.parametrize("name", SCALINGS)
+    def test_against_transformers(self, name: str, head_dim: int) -> None:
+        pytest.importorskip("torch")
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = {**SCALINGS[name], "rope_theta": THETA}
+        sizes = {**BASE, "head_dim": head_dim, "rope_parameters": parameters}
+        theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+            LlamaConfig(**{k: v for k, v in sizes.items() if k != "model_type"}), seq_len=200
+        )
+        ours, our_factor = ModelConfig.from_hf(sizes).rope.frequencies(head_dim, 200)
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-6)
+        assert our_factor == pytest.approx(factor, rel=1e-12)
+
+    @pytest.mark.parametrize("head_dim", [2, 8, 128])
+    def test_default(self, head_dim: int) -> None:
+        ours, factor = RopeConfig(theta=THETA).frequencies(head_dim, 100)
+        expected = [THETA ** (-2 * j / head_dim) for j in range(head_dim // 2)]
+        np.testing.assert_allclose(ours, expected, rtol=1e-7)
+        assert factor == 1.0
+
+    def test_dtype(self) -> None:
+        assert RopeConfig().frequencies(8, 100)[0].dtype == np.float32
+
+    def test_dynamic_within_the_trained_context(self) -> None:
+        scaled = RopeConfig(kind="dynamic", factor=2.0, original_max_position=96)
+        np.testing.assert_array_equal(
+            scaled.frequencies(8, 50)[0], RopeConfig().frequencies(8, 50)[0]
+        )
+
+    def test_dynamic_depends_on_the_context(self) -> None:
+        scaled = RopeConfig(kind="dynamic", factor=2.0, original_max_position=96)
+        assert scaled.frequencies(8, 192)[0][-1] < scaled.frequencies(8, 100)[0][-1]
+
+    def test_divisors(self) -> None:
+        divided, _ = RopeConfig(divisors=(1.0, 2.0, 4.0)).frequencies(6, 100)
+        plain, _ = RopeConfig().frequencies(6, 100)
+        np.testing.assert_allclose(divided, plain / [1, 2, 4], rtol=1e-6)
+
+    def test_wrong_number_of_divisors(self) -> None:
+        with pytest.raises(ValueError, match=r"divisors: expected 3 \(half a head\), got 2"):
+            RopeConfig(divisors=(1.0, 2.0)).frequencies(6, 100)
+
+
+class TestRopeConfig:
+    def test_unknown_kind(self) -> None:
+        with pytest.raises(ValueError, match="default, linear, dynamic, llama3, yarn"):
+            RopeConfig.from_hf({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}})
+
+    @pytest.mark.parametrize("kind", ["dynamic", "llama3", "yarn"])
+    def test_kinds_that_need_the_original_context(self, kind: Any) -> None:
+        with pytest.raises(ValueError, match=f"'{kind}' needs original_max_position"):
+            RopeConfig(kind=kind, factor=2.0)
+
+    @pytest.mark.parametrize(("theta", "factor"), [(1.0, 2.0), (0.0, 2.0), (1e4, 0.0), (1e4, -1.0)])
+    def test_bad_numbers(self, theta: float, factor: float) -> None:
+        with pytest.raises(ValueError, match=f"got {theta} and {factor}"):
+            RopeConfig(theta=theta, factor=factor)
+
+    def test_transformers_4(self) -> None:
+        old = {
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        }
+        assert RopeConfig.from_hf(old) == RopeConfig(
+            theta=5e5,
+            kind="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position=8192,
+        )
+
+    def test_transformers_4_with_the_older_key(self) -> None:
+        found = RopeConfig.from_hf({"rope_scaling": {"type": "linear", "factor": 2}})
+        assert (found.kind, found.factor, found.theta) == ("linear", 2.0, 10000.0)
+
+    def test_transformers_4_without_scaling(self) -> None:
+        assert RopeConfig.from_hf({"rope_theta": 1e6, "rope_scaling": None}) == RopeConfig(
+            theta=1e6
+        )
+
+    def test_transformers_5(self) -> None:
+        new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}
+        found = RopeConfig.from_hf(new)
+        assert (found.kind, found.factor, found.theta) == ("linear", 4.0, 1e6)
+
+    def test_transformers_5_without_scaling(self) -> None:
+        new = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+        assert RopeConfig.from_hf(new) == RopeConfig(theta=1e6)
+
+    def test_nothing_written(self) -> None:
+        assert RopeConfig.from_hf({}) == RopeConfig(theta=10000.0)
+
+    def test_yarn_factor_from_the_contexts(self) -> None:
+        params = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}
+        found = RopeConfig.from_hf({"max_position_embeddings": 96, "rope_parameters": params})
+        assert found.factor == 3.0
+
+    @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
+    def test_missing_factor(self, kind: str) -> None:
+        with pytest.raises(ValueError, match="factor"):
+            RopeConfig.from_hf({"max_position_embeddings": 96, "rope_scaling": {"type": kind}})
+
+
+class TestFromHf:
+    def test_sizes(self) -> None:
+        found = config()
+        sizes = dict(
+            vocab_size=160,
+            hidden_size=48,
+            intermediate_size=80,
+            num_layers=3,
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=8,
+            max_position=96,
+        )
+        assert {name: getattr(found, name) for name in sizes} == sizes
+
+    def test_head_dim_is_read(self) -> None:
+        assert config(head_dim=20).head_dim == 20
+
+    def test_no_kv_heads_means_as_many_as_query_heads(self) -> None:
+        assert config(num_key_value_heads=None).num_kv_heads == 6
+
+    def test_other_fields(self) -> None:
+        found = config(
+            hidden_act="gelu", rms_norm_eps=1e-4, tie_word_embeddings=True, bos_token_id=5
+        )
+        assert found.hidden_act == "gelu"
+        assert found.rms_norm_eps == 1e-4
+        assert found.tie_embeddings
+        assert found.bos_token_id == 5
+
+    @pytest.mark.parametrize(("written", "ids"), [(2, (2,)), ([2, 7], (2, 7)), (None, ())])
+    def test_end_tokens(self, written: Any, ids: tuple[int, ...]) -> None:
+        assert config(eos_token_id=written).eos_token_ids == ids
+
+    @pytest.mark.parametrize(
+        "written", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16"}]
+    )
+    def test_dtype(self, written: dict[str, str]) -> None:
+        assert config(**written).dtype == "bfloat16"
+
+    @pytest.mark.parametrize(
+        ("changes", "biases"),
+        [
+            ({}, (False, False, False)),
+            ({"attention_bias": True}, (True, True, False)),
+            ({"mlp_bias": True}, (False, False, True)),
+            ({"model_type": "mistral", "attention_bias": True}, (False, False, False)),
+            ({"model_type": "qwen2"}, (True, False, False)),
+            ({"model_type": "qwen3"}, (False, False, False)),
+            ({"model_type": "qwen3", "attention_bias": True}, (True, True, False)),
+        ],
+    )
+    def test_biases(self, changes: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:
+        found = config(**changes)
+        assert (found.qkv_bias, found.o_bias, found.mlp_bias) == biases
+
+    @pytest.mark.parametrize(
+        ("model_type", "normed"),
+        [("llama", False), ("mistral", False), ("qwen2", False), ("qwen3", True)],
+    )
+    def test_qk_norm(self, model_type: str, normed: bool) -> None:
+        assert config(model_type=model_type).qk_norm == normed
+
+    @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+    def test_what_transformers_writes(self, model_type: str) -> None:
+        pytest.importorskip("torch")
+        from transformers import AutoConfig
+
+        sizes = {name: value for name, value in BASE.items() if name != "model_type"}
+        written = AutoConfig.for_model(
+            model_type, **sizes, head_dim=8, rope_theta=5e5, eos_token_id=[2, 3]
+        ).to_dict()
+        found = ModelConfig.from_hf(written)
+        assert (found.head_dim, found.rope.theta, found.eos_token_ids) == (8, 5e5, (2, 3))
+
+
+class TestWindows:
+    def test_llama_has_none(self) -> None:
+        assert config(sliding_window=7).windows == (None, None, None)
+
+    def test_mistral_has_one_in_every_layer(self) -> None:
+        assert config(model_type="mistral", sliding_window=7).windows == (7, 7, 7)
+
+    def test_mistral_without(self) -> None:
+        assert config(model_type="mistral", sliding_window=None).windows == (None, None, None)
+
+    @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+    def test_qwen_from_a_layer_on(self, model_type: str) -> None:
+        found = config(
+            model_type=model_type, use_sliding_window=True, sliding_window=7, max_window_layers=2
+        )
+        assert found.windows == (None, None, 7)
+
+    def test_qwen_by_layer_type(self) -> None:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        found = config(
+            model_type="qwen2",
+            use_sliding_window=True,
+            sliding_window=7,
+            max_window_layers=2,
+            layer_types=kinds,
+        )
+        assert found.windows == (7, None, 7)
+
+    def test_qwen_switched_off(self) -> None:
+        found = config(
+            model_type="qwen2", use_sliding_window=False, sliding_window=7, max_window_layers=0
+        )
+        assert found.windows == (None, None, None)
+
+    def test_layer_types_of_another_model(self) -> None:
+        with pytest.raises(ValueError, match="windows: expected 3, one a layer, got 2"):
+            config(
+                model_type="qwen2",
+                use_sliding_window=True,
+                sliding_window=7,
+                layer_types=["full_attention"] * 2,
+            )
+
+
+class TestErrors:
+    def test_unknown_model_type_lists_the_supported(self) -> None:
+        with pytest.raises(
+            ValueError,
+            match=r"'bloom' .*BloomForCausalLM.*supported: llama, mistral, qwen2, qwen3",
+        ):
+            config(model_type="bloom", architectures=["BloomForCausalLM"])
+
+    def test_no_model_type(self) -> None:
+        with pytest.raises(ValueError, match="model_type None .*supported: llama"):
+            ModelConfig.from_hf({})
+
+    def test_every_missing_field_is_named(self) -> None:
+        with pytest.raises(ValueError, match="llama model lacks vocab_size, num_hidden_layers"):
+            config(vocab_size=None, num_hidden_layers=None)
+
+    def test_quantised(self) -> None:
+        with pytest.raises(ValueError, match=r"quantised \(gptq\)"):
+            config(quantization_config={"quant_method": "gptq"})
+
+    def test_rope_kind(self) -> None:
+        with pytest.raises(ValueError, match="'longrope' is not supported; expected one of default"):
+            config(rope_scaling={"rope_type": "longrope"})
+
+    def test_heads_do_not_divide(self) -> None:
+        with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
+            config(num_key_value_heads=4)
+
+    def test_odd_head_width(self) -> None:
+        with pytest.raises(ValueError, match="even width, got 7"):
+            config(head_dim=7)
+
+    @pytest.mark.parametrize("value", [0, -3, True])
+    def test_sizes_must_be_positive(self, value: int) -> None:
+        with pytest.raises(ValueError, match=f"num_layers: expected a positive.*got {value}"):
+            config(num_hidden_layers=value)
+
+    def test_dtype(self) -> None:
+        with pytest.raises(ValueError, match="float32, bfloat16 or float16, got 'int8'"):
+            config(dtype="int8")
+
+    def test_windows_must_be_positive(self) -> None:
+        with pytest.raises(ValueError, match="positive sizes or None"):
+            config(model_type="mistral", sliding_window=0)
+
+    def test_unknown_field(self) -> None:
+        with pytest.raises(TypeError, match="hidden"):
+            config().replace(hidden=3)
+
+
+class TestValues:
+    def test_equal_configs_hash_alike(self) -> None:
+        scaling = SCALINGS["yarn"]
+        assert hash(config(rope_scaling=scaling)) == hash(config(rope_scaling=scaling))
+
+    def test_a_config_with_every_kind_of_field_is_hashable(self) -> None:
+        piece = Slice(v="v", offset=0, rank=3)
+        full = config(eos_token_id=[1, 2], model_type="mistral", sliding_window=7).replace(
+            rope=RopeConfig(divisors=(1.0, 2.0, 3.0, 4.0)), low_rank=LowRank((("a", piece),))
+        )
+        assert len({full, full.replace(), config()}) == 2
+
+    def test_frozen(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            config().vocab_size = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+    def test_replace_checks_again(self) -> None:
+        with pytest.raises(ValueError, match="vocab_size"):
+            config().replace(vocab_size=0)
+
+    def test_group_size(self) -> None:
+        assert config().group_size == 3
+
+    def test_low_rank_by_module(self) -> None:
+        piece = Slice(v="v", offset=0, rank=3)
+        low_rank = LowRank((("model.layers.0.mlp.up_proj", piece),))
+        assert low_rank.get("model.layers.0.mlp.up_proj") == piece
+        assert low_rank.get("model.layers.0.mlp.up") is None
