@@ -1,7 +1,8 @@
 """Does generate decode faster than transformers on a CPU?
 
-SmolLM2-135M, float32, the same weights, prompts and threads. A round times both, one after the other; decode time is the
-difference between generating N + 1 tokens and 1 token, so prefill is excluded on both sides. Best of five rounds.
+SmolLM2-135M, float32, the same weights, prompts and threads. A round times both, one after the
+other; decode time is the difference between generating N + 1 tokens and 1 token, so prefill is
+excluded on both sides. Best of five rounds.
 
     python -m bench.cpu_decode
 """
@@ -112,7 +113,11 @@ def main() -> int:
                 f"{'same' if same else 'DIFFERENT'} tokens",
                 flush=True,
             )
-    settings = {"model": "SmolLM2-135M-Instruct", "dtype": "float32", "threads": torch.get_num_threads()}
+    settings = {
+        "model": "SmolLM2-135M-Instruct",
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+    }
     write("cpu_decode", {**settings, **vars(args), "rows": rows}, args.out)
     return 0 if all(row["speedup"] >= row["bar"] for row in rows) else 1
 

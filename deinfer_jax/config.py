@@ -142,6 +142,11 @@ class RopeConfig:
         """From a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5
         (``rope_parameters``)."""
         params: dict[str, Any] = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        partial = params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+        if partial != 1.0:
+            raise ValueError(
+                f"partial_rotary_factor: expected 1 (all of a head turns), got {partial}"
+            )
         theta = params.get("rope_theta", hf.get("rope_theta", 10000.0))
         kind = params.get("rope_type", params.get("type", "default"))
         if kind not in ROPE_KINDS:
@@ -302,7 +307,7 @@ class ModelConfig:
         """Reads a Hugging Face ``config.json`` (as a mapping) of a supported ``model_type``.
 
         Raises:
-            ValueError: the model type, activation or rope scaling is unknown (the message lists
+            ValueError: the model type or rope scaling is unknown (the message lists
                 what is supported), or a field the family needs is missing.
         """
         model_type = hf.get("model_type")

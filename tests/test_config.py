@@ -326,7 +326,9 @@ class TestErrors:
             config(quantization_config={"quant_method": "gptq"})
 
     def test_rope_kind(self) -> None:
-        with pytest.raises(ValueError, match="'longrope' is not supported; expected one of default"):
+        with pytest.raises(
+            ValueError, match="'longrope' is not supported; expected one of default"
+        ):
             config(rope_scaling={"rope_type": "longrope"})
 
     def test_heads_do_not_divide(self) -> None:

@@ -77,6 +77,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         """See ``Checkpoint.stored_types``."""
         return {name: entry.dtype for name, entry in self._entries.items()}
 
+    def stored_bytes(self) -> int:
+        """See ``Checkpoint.stored_bytes``."""
+        return sum(
+            math.prod(entry.shape) * ITEM_SIZES[entry.dtype] for entry in self._entries.values()
+        )
+
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """See ``Checkpoint.tensors``."""
         from safetensors import SafetensorError, safe_open
@@ -91,10 +97,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise ValueError(f"{shard}: safetensors cannot read it: {error}") from error
             with file:
                 for name in names:
-                    yield (
-                        name,
-                        file.get_tensor(name),
-                    )  # no local name: it would outlive the caller's
+                    # Not kept in a local name, which would outlive the caller's.
+                    yield name, file.get_tensor(name)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See ``Checkpoint.tokenizer``."""

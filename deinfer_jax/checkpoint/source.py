@@ -44,6 +44,10 @@ class Checkpoint(ABC):
         """How every tensor is stored (``BF16``, ``Q4_1``, …) by canonical name; loads nothing."""
 
     @abstractmethod
+    def stored_bytes(self) -> int:
+        """Bytes that the tensors of ``shapes()`` take in the files; loads nothing."""
+
+    @abstractmethod
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """Canonical names and arrays in file order, one array materialised at a time.
 

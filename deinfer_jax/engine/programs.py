@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.cache.view import CacheView, DecodeView, LayerPool, PrefillView
 from deinfer_jax.engine.sampler import (

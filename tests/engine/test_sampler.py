@@ -186,9 +186,7 @@ class TestNoise:
 
     def test_a_padded_vocabulary_has_the_same_noise(self) -> None:
         longer = noise(keys(1), [3], np.arange(WORDS + 11))
-        np.testing.assert_array_equal(
-            longer[:, :WORDS], noise(keys(1), [3], np.arange(WORDS))
-        )
+        np.testing.assert_array_equal(longer[:, :WORDS], noise(keys(1), [3], np.arange(WORDS)))
 
     def test_positions_differ(self) -> None:
         same_key = np.repeat(keys(1), 2, axis=0)
@@ -298,9 +296,7 @@ class TestSample:
         drawn = draw(logits, keys(40), np.arange(40), params(40, temperature=0.0))
         np.testing.assert_array_equal(drawn, logits.argmax(axis=1))
 
-    @pytest.mark.parametrize(
-        "setting", [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)], ids=str
-    )
+    @pytest.mark.parametrize("setting", [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)], ids=str)
     def test_filters_that_leave_one_word(self, setting: dict) -> None:
         logits = random_logits(40)
         drawn = draw(logits, keys(40), np.arange(40), params(40, temperature=5.0, **setting))
@@ -343,9 +339,7 @@ class TestSample:
         logits, row_keys, positions = random_logits(9), keys(9), np.arange(9)
         order = np.random.default_rng(1).permutation(9)
         shuffled = draw(logits[order], row_keys[order], positions[order], params(9))
-        np.testing.assert_array_equal(
-            shuffled, draw(logits, row_keys, positions, params(9))[order]
-        )
+        np.testing.assert_array_equal(shuffled, draw(logits, row_keys, positions, params(9))[order])
 
     def test_impossible_words_are_never_drawn(self) -> None:
         logits = np.full(7, -np.inf, np.float32)

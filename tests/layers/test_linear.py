@@ -65,9 +65,7 @@ def expand(low_rank: LowRank, *, bias: bool, dtype: str = "float32") -> Expand:
 
 def sources(module: nnx.Module) -> dict[str, Source]:
     return {
-        source.name: source
-        for _, _, pieces in sources_of(nnx.state(module))
-        for source in pieces
+        source.name: source for _, _, pieces in sources_of(nnx.state(module)) for source in pieces
     }
 
 
