@@ -52,7 +52,7 @@ def transformers_model(checkpoint: Checkpoint) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64, help="decoded tokens a sequence")
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
     parser.add_argument("--rounds", type=int, default=5)
@@ -88,7 +88,8 @@ def main() -> int:
                 return done[:, ids.shape[1] :].tolist()
 
             same = ours(args.tokens + 1) == transformers(args.tokens + 1)  # and warms both up
-            ours(1), transformers(1)
+            ours(1)
+            transformers(1)
             best = {"deinfer_jax": float("inf"), "transformers": float("inf")}
             for _ in range(args.rounds):
                 for name, run in (("deinfer_jax", ours), ("transformers", transformers)):

@@ -55,15 +55,15 @@ def measure(llm: deinfer_jax.LLM, batch: int, prompt: int, tokens: int) -> dict[
     }
     share = "" if bandwidth is None else f", {100 * row['share_of_bandwidth']:.0f} % of the limit"
     print(
-        f"  batch {batch:3d}: {row['ms_per_step']:.2f} ms/step, {row['tokens_per_s']:.0f} tokens/s"
-        f"{share}; prefill {row['prefill_tokens_per_s']:.0f} tokens/s; first call {compiling:.0f} s",
+        f"  batch {batch:3d}: {row['ms_per_step']:.2f} ms/step, "
+        f"{row['tokens_per_s']:.0f} tokens/s{share}; prefill {row['prefill_tokens_per_s']:.0f} tokens/s; first call {compiling:.0f} s",
         flush=True,
     )
     return row
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smollm2", type=Path, help="the GGUF file")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=512)

@@ -10,7 +10,7 @@ from deinfer_jax.engine.generate import Completion as Completion
 from deinfer_jax.engine.generate import Timing as Timing
 from deinfer_jax.engine.generate import generate as generate
 from deinfer_jax.engine.llm import LLM as LLM
-from deinfer_jax.engine.llm import load as load
+from deinfer_jax.engine.load import load as load
 from deinfer_jax.engine.memory import OutOfDeviceMemory as OutOfDeviceMemory
 from deinfer_jax.engine.runner import RecompilationError as RecompilationError
 

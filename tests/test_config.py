@@ -377,6 +377,15 @@ class TestValues:
         with pytest.raises(ValueError, match="vocab_size"):
             config().replace(vocab_size=0)
 
+    def test_replace_the_number_of_layers(self) -> None:
+        assert config().replace(num_layers=5).windows == (None,) * 5
+
+    def test_replace_the_number_of_layers_of_a_model_with_windows(self) -> None:
+        with pytest.raises(ValueError, match="windows: expected 2, one a layer, got 3"):
+            kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+            windowed = dict(use_sliding_window=True, sliding_window=7, layer_types=kinds)
+            config(model_type="qwen2", **windowed).replace(num_layers=2)
+
     def test_group_size(self) -> None:
         assert config().group_size == 3
 

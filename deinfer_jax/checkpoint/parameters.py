@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
 from deinfer_jax.checkpoint.source import Checkpoint
-from deinfer_jax.layers.parameter import Source, sources_of
+from deinfer_jax.layers.parameter import Declaration, Source
 
 __all__ = ["load_parameters", "random_parameters"]
 
 Path = tuple[Any, ...]
+Weights = dict[Any, Any]
 
 
 def load_parameters(
     checkpoint: Checkpoint,
-    abstract: nnx.State,
-    dtype: jnp.dtype,
+    declared: Sequence[Declaration],
     device: Any,
     *,
     progress: bool = False,
-) -> dict[Any, Any]:
+) -> Weights:
     """Streams a checkpoint onto a device.
 
     On the host there is at most one tensor of the checkpoint and the parameter that is being
@@ -35,62 +35,69 @@ def load_parameters(
 
     Args:
         checkpoint: where the tensors come from.
-        abstract: state of the model under ``nnx.eval_shape``; each variable says which tensors it
-            stacks.
-        dtype: the parameters get this dtype.
+        declared: what the model wants; tensors are cast to the declared dtypes.
         device: where they go.
         progress: show a bar with bytes a second.
 
     Returns:
-        Pure dict of arrays, as ``nnx.replace_by_pure_dict`` takes it.
+        Pure dict of arrays, which ``nnx.merge`` takes together with the model's graph.
 
     Raises:
         ValueError: tensors are missing, left over or of the wrong shape (all are listed, nothing
             has been read), or one contains NaN or infinity (named).
     """
-    destinations: dict[str, tuple[Path, Source]] = {}
-    shapes: dict[Path, tuple[int, ...]] = {}
-    sources_by_path: dict[Path, tuple[Source, ...]] = {}
-    for path, variable, sources in sources_of(abstract):
-        shapes[path] = variable.get_value().shape
-        sources_by_path[path] = sources
-        destinations.update({source.name: (path, source) for source in sources})
-    _check_names_and_shapes(checkpoint, [source for _, source in destinations.values()])
+    places = {source.name: (d, source) for d in declared for source in d.sources}
+    _check_names_and_shapes(checkpoint, [source for _, source in places.values()])
 
-    waiting = Counter(path for path, _ in destinations.values())
+    waiting = {d.path: len(d.sources) for d in declared}
     buffers: dict[Path, np.ndarray] = {}
     loaded: dict[Path, jax.Array] = {}
-    total = sum(int(np.prod(shape)) for shape in shapes.values()) * dtype.itemsize
+    total = sum(math.prod(d.shape) * d.dtype.itemsize for d in declared)
     bar = tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=not progress)
     with bar:
         for name, tensor in checkpoint.tensors():
-            path, source = destinations[name]
-            if path not in buffers:
-                buffers[path] = np.empty(shapes[path], dtype)
-            rows = slice(source.start, source.start + source.shape[0])
-            buffers[path][rows] = tensor  # casts
-            waiting[path] -= 1
-            if waiting[path] == 0:
-                buffer = buffers.pop(path)
-                _check_finite(buffer, sources_by_path[path])
+            d, source = places[name]
+            buffer = buffers.setdefault(d.path, np.empty(0))
+            if not buffer.size:
+                buffer = buffers[d.path] = np.empty(d.shape, d.dtype)
+            buffer[source.start : source.start + source.shape[0]] = tensor  # casts
+            waiting[d.path] -= 1
+            if waiting[d.path] == 0:
+                _check_finite(buffer, d.sources)
                 # Waiting for the copy keeps one buffer alive, not a queue of them.
-                loaded[path] = jax.block_until_ready(jax.device_put(buffer, device))
+                loaded[d.path] = jax.block_until_ready(jax.device_put(buffer, device))
                 bar.update(buffer.nbytes)
-    unfinished = [path for path in shapes if path not in loaded]
-    assert not unfinished, f"the checkpoint listed tensors that it did not yield, for {unfinished}"
+                del buffers[d.path], buffer
+    assert len(loaded) == len(declared), "the checkpoint did not yield all tensors that it lists"
     return _nested(loaded)
 
 
-def random_parameters(model: Any, device: Any) -> dict[Any, Any]:
-    """Parameters of ``model(rngs)``, made on the device in one program.
+def random_parameters(declared: Sequence[Declaration], seed: int, device: Any) -> Weights:
+    """Random parameters, made on the device.
+
+    Compiled once a distinct shape: for 8B shapes on an H200, one program with all parameters took
+    59 s to compile. The generator is ``unsafe_rbg``, which a GPU runs at memory speed.
 
     Args:
-        model: builds the model from ``nnx.Rngs``; the ``unsafe_rbg`` generator is meant, which a
-            GPU runs at memory speed.
+        declared: what the model wants.
+        seed: of the generator.
         device: where they go.
     """
     with jax.default_device(device):
-        return jax.jit(lambda: nnx.to_pure_dict(nnx.state(model())))()
+        key = jax.random.key(seed, impl="unsafe_rbg")
+        return _nested(
+            {
+                d.path: _random(jax.random.fold_in(key, index), d.shape, d.dtype, d.scale)
+                for index, d in enumerate(declared)
+            }
+        )
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float | None) -> jax.Array:
+    if scale is None:
+        return jnp.ones(shape, dtype)
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
 
 
 def _check_names_and_shapes(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from deinfer_jax.engine.llm import LLM, check_token_ids, load
+from deinfer_jax.engine.llm import LLM, check_token_ids
+from deinfer_jax.engine.load import load
 from deinfer_jax.engine.request import FinishReason, Request, Sampling, prompt_hash
 
 __all__ = ["Completion", "Timing", "generate"]

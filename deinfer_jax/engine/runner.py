@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from deinfer_jax.cache.layout import CacheLayout
 from deinfer_jax.engine import programs
-from deinfer_jax.engine.memory import MemoryPlan, OutOfDeviceMemory
+from deinfer_jax.engine.memory import MemoryPlan, available_bytes, explained
 from deinfer_jax.engine.programs import PromptChunk
 from deinfer_jax.engine.request import Request, Sampling
 from deinfer_jax.engine.sampler import SamplingParams
@@ -42,11 +42,13 @@ def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     return (*sizes, high)
 
 
-def fit(value: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds ``value``."""
+def fit(value: int, buckets: Sequence[int], *, clip: bool = False) -> int:
+    """The smallest bucket that holds ``value``; with ``clip`` the largest where none does."""
     for bucket in buckets:
         if bucket >= value:
             return bucket
+    if clip:
+        return buckets[-1]
     raise ValueError(f"expected at most {buckets[-1]}, got {value}")
 
 
@@ -58,14 +60,19 @@ class Buckets:
         batch: decode rows. At least 2: with one row, a CPU rounds a product differently than with
             several.
         chunk: prompt tokens.
-        pages: table entries a program reads.
+        pages: table entries a decode program reads.
+        chunk_pages: table entries a prompt program reads; half as many sizes, because attention
+            over unused pages is a small part of a chunk.
         steps: decode steps a dispatch.
+        page_size: S.
     """
 
     batch: tuple[int, ...]
     chunk: tuple[int, ...]
     pages: tuple[int, ...]
+    chunk_pages: tuple[int, ...]
     steps: tuple[int, ...]
+    page_size: int
 
     @classmethod
     def choose(
@@ -77,23 +84,31 @@ class Buckets:
         page_size: int,
         decode_steps: int,
     ) -> Buckets:
-        """Powers of two for rows and pages (from 128 tokens on), powers of four for prompt
-        chunks."""
+        """Powers of two, from 2 rows, 32 prompt tokens and 128 tokens' pages on."""
         max_pages = -(-max_context // page_size)
         longest = min(prefill_chunk, powers_of_two(16, max_context)[-1])
-        chunk = tuple(sorted({min(32 * 4**i, longest) for i in range(8)}))
+        pages = powers_of_two(min(-(-128 // page_size), max_pages), max_pages)
         return cls(
             batch=powers_of_two(2, max(2, max_batch)),
-            chunk=chunk,
-            pages=powers_of_two(min(-(-128 // page_size), max_pages), max_pages),
+            chunk=powers_of_two(min(32, longest), longest),
+            pages=pages,
+            chunk_pages=pages[::-2][::-1],
             steps=tuple(sorted({1, decode_steps})),
+            page_size=page_size,
         )
 
-    def programs(self, page_size: int) -> Iterator[Key]:
+    def for_chunk(self, tokens: int, context: int) -> tuple[int, int]:
+        """Rows and pages of the program for a chunk that ends at token ``context``."""
+        rows = fit(tokens, self.chunk)
+        # At least the pages of a whole chunk, so that there are fewer programs.
+        return rows, fit(-(-max(context, rows) // self.page_size), self.chunk_pages, clip=True)
+
+    def programs(self) -> Iterator[Key]:
         """Every program that serving requests can ask for."""
         for rows in self.chunk:
-            for pages in self.pages:
-                if pages * page_size >= rows or pages == self.pages[-1]:
+            least = self.for_chunk(rows, rows)[1]
+            for pages in self.chunk_pages:
+                if pages >= least:
                     yield ("prefill", rows, pages, 1)
         for rows in self.batch:
             for pages in self.pages:
@@ -141,7 +156,7 @@ class Runner:
         self._sealed = False
         self._executables: dict[Key, jax.stages.Compiled] = {}
         self._plan(0).check()
-        with jax.default_device(device):
+        with jax.default_device(device), explained(lambda: self._plan(0)):
             shapes = [layer.pool_shape(num_pages, layout.page_size) for layer in layout.layers]
             dtype = jnp.dtype(layout.dtype)
             self.pools = [jnp.zeros(shape, dtype) for shape in shapes]
@@ -152,8 +167,7 @@ class Runner:
     def prefill(self, step: PrefillStep) -> jax.Array:
         """Dispatches a prompt chunk; returns the token drawn after it, int32 ()."""
         request = step.request
-        rows = fit(step.length, self.buckets.chunk)
-        pages = fit(self.layout.pages_for(step.start + step.length), self._pages_for_chunk(rows))
+        rows, pages = self.buckets.for_chunk(step.length, step.start + step.length)
         chunk = self._prompt_chunk(request, step.start, step.length, rows)
         self.pools, self.state, token = self._run(
             ("prefill", rows, pages, 1), self.weights, self.pools, self.state, chunk
@@ -174,8 +188,7 @@ class Runner:
 
     def score(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> np.ndarray:
         """Logits float32 [len(tokens), W] of a chunk at ``start`` whose sequence owns ``pages``."""
-        rows = fit(len(tokens), self.buckets.chunk)
-        bucket = fit(self.layout.pages_for(start + len(tokens)), self._pages_for_chunk(rows))
+        rows, bucket = self.buckets.for_chunk(len(tokens), start + len(tokens))
         table = self._table(pages, bucket)
         self.pools, logits = self._run(
             ("score", rows, bucket, 1),
@@ -197,7 +210,7 @@ class Runner:
 
     def warm_up(self, *, progress: bool) -> None:
         """Compiles every program that serving can need; from then on the guard holds."""
-        keys = list(self.buckets.programs(self.layout.page_size))
+        keys = list(self.buckets.programs())
         for key in tqdm(keys, desc="compiling programs", unit="program", disable=not progress):
             self._executable(key)
         self._sealed = True
@@ -219,14 +232,6 @@ class Runner:
         self._executables.clear()
 
     # Compilation
-
-    def _pages_for_chunk(self, rows: int) -> tuple[int, ...]:
-        """Page buckets that a chunk program of ``rows`` tokens exists for; see
-        ``Buckets.programs``."""
-        last = self.buckets.pages[-1]
-        return tuple(
-            p for p in self.buckets.pages if p * self.layout.page_size >= rows or p == last
-        )
 
     def _executable(self, key: Key) -> jax.stages.Compiled:
         if key not in self._executables:
@@ -271,21 +276,15 @@ class Runner:
 
     def _run(self, key: Key, *arguments: Any) -> Any:
         executable = self._executable(key)
-        try:
+        with explained(lambda: self._plan(_temporary_bytes(executable))):
             return executable(*arguments)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            plan = self._plan(_temporary_bytes(executable))
-            raise OutOfDeviceMemory(f"out of device memory: {plan.describe()}") from error
 
     def _plan(self, temporaries: int) -> MemoryPlan:
-        stats = self.device.memory_stats() or {}
         return MemoryPlan(
             weights=sum(array.nbytes for array in jax.tree.leaves(self.weights)),
             cache=self.layout.pool_bytes(self.num_pages),
             temporaries=temporaries,
-            available=stats.get("bytes_limit"),
+            available=available_bytes(self.device),
             bytes_per_sequence=self.layout.bytes_per_page * self.max_pages,
         )
 

@@ -34,13 +34,10 @@ class Attention(nnx.Module):
         strategy: Strategy,
         *,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs,
     ) -> None:
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         inner = f"{name}.self_attn"
-        self.norm = RMSNorm(
-            f"{name}.input_layernorm", D, config.rms_norm_eps, dtype=dtype, rngs=rngs
-        )
+        self.norm = RMSNorm(f"{name}.input_layernorm", D, config.rms_norm_eps, dtype=dtype)
         self.qkv = Expand(
             inner,
             {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H},
@@ -48,13 +45,12 @@ class Attention(nnx.Module):
             bias=config.qkv_bias,
             low_rank=config.low_rank,
             dtype=dtype,
-            rngs=rngs,
         )
 
         def head_norm(short: str) -> RMSNorm | None:
             if not config.qk_norm:
                 return None
-            return RMSNorm(f"{inner}.{short}", H, config.rms_norm_eps, dtype=dtype, rngs=rngs)
+            return RMSNorm(f"{inner}.{short}", H, config.rms_norm_eps, dtype=dtype)
 
         self.q_norm, self.k_norm = head_norm("q_norm"), head_norm("k_norm")
         self.o = Contract(
@@ -64,7 +60,6 @@ class Attention(nnx.Module):
             bias=config.o_bias,
             low_rank=config.low_rank,
             dtype=dtype,
-            rngs=rngs,
         )
         self.head_dim, self.window, self.strategy = H, window, strategy
 

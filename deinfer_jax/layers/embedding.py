@@ -19,11 +19,9 @@ class WordTable(nnx.Module):
         name: ``model.embed_tokens`` or ``lm_head``.
     """
 
-    def __init__(
-        self, name: str, vocab_size: int, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, name: str, vocab_size: int, width: int, *, dtype: jnp.dtype) -> None:
         source = Source(f"{name}.weight", 0, (vocab_size, width))
-        self.weight = parameter(rngs, [source], dtype, scale=INIT_SCALE)
+        self.weight = parameter([source], dtype, scale=INIT_SCALE)
 
     def look_up(self, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
         """Rows of the table; the engine has checked that 0 <= token < W."""

@@ -73,7 +73,6 @@ class Expand(nnx.Module):
         bias: bool,
         low_rank: LowRank,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs,
     ) -> None:
         names = {short: f"{parent}.{short}" for short in outputs}
         slices = {short: low_rank.get(name) for short, name in names.items()}
@@ -83,7 +82,7 @@ class Expand(nnx.Module):
         weights = stacked(
             [(f"{names[short]}.weight", (outputs[short], in_features)) for short in dense]
         )
-        self.w = parameter(rngs, weights, dtype, scale=INIT_SCALE) if dense else None
+        self.w = parameter(weights, dtype, scale=INIT_SCALE) if dense else None
 
         # One entry a distinct slice: the members that read it.
         groups: dict[Slice, list[str]] = {}
@@ -94,11 +93,11 @@ class Expand(nnx.Module):
                 groups.setdefault(piece, []).append(short)
                 factor_ranks[piece.v] = max(factor_ranks.get(piece.v, 0), piece.offset + piece.rank)
         factors = stacked([(v, (rank, in_features)) for v, rank in factor_ranks.items()])
-        self.v = parameter(rngs, factors, dtype, scale=INIT_SCALE) if groups else None
+        self.v = parameter(factors, dtype, scale=INIT_SCALE) if groups else None
         self.u = nnx.List([])
         for piece, members in groups.items():
             seconds = stacked([(f"{names[m]}.u.weight", (outputs[m], piece.rank)) for m in members])
-            self.u.append(parameter(rngs, seconds, dtype, scale=INIT_SCALE))
+            self.u.append(parameter(seconds, dtype, scale=INIT_SCALE))
         start = {factor.name: factor.start for factor in factors}
         self.group_outputs = tuple(
             tuple((m, outputs[m]) for m in group) for group in groups.values()
@@ -106,7 +105,7 @@ class Expand(nnx.Module):
         self.group_slices = tuple((start[piece.v] + piece.offset, piece.rank) for piece in groups)
 
         biases = stacked([(_bias_name(names[m], slices[m]), (outputs[m],)) for m in outputs])
-        self.bias = parameter(rngs, biases, dtype, scale=INIT_SCALE) if bias else None
+        self.bias = parameter(biases, dtype, scale=INIT_SCALE) if bias else None
         self.order, self.widths = tuple(outputs), tuple(outputs.values())
 
     def latents(self, x: Float[Array, "T D"]) -> Float[Array, "T R"] | None:
@@ -147,7 +146,6 @@ class Contract(nnx.Module):
         bias: bool,
         low_rank: LowRank,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs,
     ) -> None:
         piece = low_rank.get(name)
         if piece is not None and piece.offset:
@@ -156,7 +154,7 @@ class Contract(nnx.Module):
             )
 
         def single(tensor: str, *shape: int) -> nnx.Param[Any]:
-            return parameter(rngs, [Source(tensor, 0, shape)], dtype, scale=INIT_SCALE)
+            return parameter([Source(tensor, 0, shape)], dtype, scale=INIT_SCALE)
 
         self.w = single(f"{name}.weight", out_features, in_features) if piece is None else None
         self.v = single(piece.v, piece.rank, in_features) if piece is not None else None

@@ -37,21 +37,13 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        strategy: Strategy,
-        *,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
+        self, name: str, config: ModelConfig, strategy: Strategy, *, dtype: jnp.dtype
     ) -> None:
         if config.hidden_act not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ValueError(f"hidden_act: expected one of {known}, got {config.hidden_act!r}")
         D, F = config.hidden_size, config.intermediate_size
-        self.norm = RMSNorm(
-            f"{name}.post_attention_layernorm", D, config.rms_norm_eps, dtype=dtype, rngs=rngs
-        )
+        self.norm = RMSNorm(f"{name}.post_attention_layernorm", D, config.rms_norm_eps, dtype=dtype)
         self.gate_up = Expand(
             f"{name}.mlp",
             {"gate_proj": F, "up_proj": F},
@@ -59,7 +51,6 @@ class GatedMLP(nnx.Module):
             bias=config.mlp_bias,
             low_rank=config.low_rank,
             dtype=dtype,
-            rngs=rngs,
         )
         self.down = Contract(
             f"{name}.mlp.down_proj",
@@ -68,7 +59,6 @@ class GatedMLP(nnx.Module):
             bias=config.mlp_bias,
             low_rank=config.low_rank,
             dtype=dtype,
-            rngs=rngs,
         )
         self.act, self.strategy = config.hidden_act, strategy
 

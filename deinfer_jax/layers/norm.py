@@ -16,11 +16,9 @@ class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + ε) · w over the last axis; the statistics are float32, the product with w
     is in x's dtype."""
 
-    def __init__(
-        self, name: str, width: int, eps: float, *, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, name: str, width: int, eps: float, *, dtype: jnp.dtype) -> None:
         self.eps = eps
-        self.weight = parameter(rngs, [Source(f"{name}.weight", 0, (width,))], dtype, scale=None)
+        self.weight = parameter([Source(f"{name}.weight", 0, (width,))], dtype, scale=None)
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The normalised x, in x's dtype."""

@@ -1,9 +1,12 @@
-"""Declaration of a parameter: shape, initial value and where its rows stand in a checkpoint, said
-once."""
+"""Declaration of a parameter: shape, initial value and its place in a checkpoint, said once.
+
+Models are built from declarations alone, without a single array; ``checkpoint.parameters`` reads
+the declarations back and makes the arrays, from a file or at random.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,36 +14,49 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["Source", "parameter", "sources_of", "stacked"]
+__all__ = ["Declaration", "Source", "declarations", "parameter", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows ``start : start + shape[0]`` of a parameter are the checkpoint's tensor ``name``, whose
-    shape is ``shape``."""
+    """A tensor of the checkpoint, and the parameter's row that it starts at."""
 
     name: str
     start: int
     shape: tuple[int, ...]
 
 
-def parameter(
-    rngs: nnx.Rngs, sources: Sequence[Source], dtype: jnp.dtype, *, scale: float | None
-) -> nnx.Param[Any]:
-    """A parameter that stacks the tensors of ``sources`` on their first axis.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """A parameter of a model.
 
-    Args:
-        rngs: of the initial values.
-        sources: gap-free, in order; all shapes equal but for the first axis.
-        dtype: of the parameter.
+    Attributes:
+        path: in the model's state.
+        shape, dtype: of the array.
+        sources: tensors that it stacks, in order.
         scale: standard deviation of random initial values; None = all ones (norm weights).
     """
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    sources: tuple[Source, ...]
+    scale: float | None
+
+
+def parameter(
+    sources: Sequence[Source], dtype: jnp.dtype, *, scale: float | None
+) -> nnx.Param[Any]:
+    """Declares a parameter that stacks the tensors of ``sources`` on their first axis.
+
+    Args:
+        sources: gap-free, in order; all shapes equal but for the first axis.
+        dtype: of the parameter.
+        scale: see ``Declaration``.
+    """
     shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
-    if scale is None:
-        value = jnp.ones(shape, dtype)
-    else:
-        value = jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(scale, dtype)
-    return nnx.Param(value, sources=tuple(sources))
+    value: Any = jax.ShapeDtypeStruct(shape, dtype)
+    return nnx.Param(value, sources=tuple(sources), scale=scale)
 
 
 def stacked(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> list[Source]:
@@ -52,7 +68,18 @@ def stacked(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> list[Source]:
     return sources
 
 
-def sources_of(state: nnx.State) -> Iterator[tuple[tuple[Any, ...], Any, tuple[Source, ...]]]:
-    """(path, variable, sources) of every parameter in a state, in a fixed order."""
-    for path, variable in nnx.to_flat_state(state):
-        yield path, variable, variable.get_metadata()["sources"]
+def declarations(model: nnx.Module) -> list[Declaration]:
+    """All parameters of a model as it was built, in a fixed order."""
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        metadata, value = variable.get_metadata(), variable.get_value()
+        found.append(
+            Declaration(
+                path=path,
+                shape=value.shape,
+                dtype=jnp.dtype(value.dtype),
+                sources=metadata["sources"],
+                scale=metadata["scale"],
+            )
+        )
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import nnx
 
 from deinfer_jax.config import ModelConfig
 from deinfer_jax.models.llama import Llama
@@ -15,10 +14,8 @@ Model = Llama  # becomes a union as families are added
 FAMILIES: dict[str, type[Model]] = {"llama": Llama}
 
 
-def build(
-    config: ModelConfig, *, max_context: int, strategy: Strategy, dtype: jnp.dtype, rngs: nnx.Rngs
-) -> Model:
-    """The model of ``config`` with random weights; under ``nnx.eval_shape`` its shapes alone.
+def build(config: ModelConfig, *, max_context: int, strategy: Strategy, dtype: jnp.dtype) -> Model:
+    """The model of ``config``, declared: its parameters are shapes, see ``layers.parameter``.
 
     Raises:
         ValueError: the family is unknown.
@@ -26,4 +23,4 @@ def build(
     if config.family not in FAMILIES:
         raise ValueError(f"family: expected one of {', '.join(FAMILIES)}, got {config.family!r}")
     family = FAMILIES[config.family]
-    return family(config, max_context=max_context, strategy=strategy, dtype=dtype, rngs=rngs)
+    return family(config, max_context=max_context, strategy=strategy, dtype=dtype)

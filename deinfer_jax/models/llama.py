@@ -25,18 +25,12 @@ class DecoderLayer(nnx.Module):
     """x + attention(x), then x + mlp(x); each block norms its own input."""
 
     def __init__(
-        self,
-        index: int,
-        config: ModelConfig,
-        strategy: Strategy,
-        *,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
+        self, index: int, config: ModelConfig, strategy: Strategy, *, dtype: jnp.dtype
     ) -> None:
         name = f"model.layers.{index}"
         window = config.windows[index]
-        self.attention = Attention(name, config, window, strategy, dtype=dtype, rngs=rngs)
-        self.mlp = GatedMLP(name, config, strategy, dtype=dtype, rngs=rngs)
+        self.attention = Attention(name, config, window, strategy, dtype=dtype)
+        self.mlp = GatedMLP(name, config, strategy, dtype=dtype)
 
     def __call__(
         self,
@@ -58,29 +52,19 @@ class Llama(nnx.Module):
         max_context: longest sequence in tokens; dynamic NTK fixes its frequencies from it.
         strategy: how products are split over devices.
         dtype: of the parameters and the residual stream.
-        rngs: of random initial weights.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        max_context: int,
-        strategy: Strategy,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
+        self, config: ModelConfig, *, max_context: int, strategy: Strategy, dtype: jnp.dtype
     ) -> None:
         D, W = config.hidden_size, config.vocab_size
-        self.embedding = WordTable("model.embed_tokens", W, D, dtype=dtype, rngs=rngs)
+        self.embedding = WordTable("model.embed_tokens", W, D, dtype=dtype)
         self.layers = nnx.List(
-            [
-                DecoderLayer(i, config, strategy, dtype=dtype, rngs=rngs)
-                for i in range(config.num_layers)
-            ]
+            [DecoderLayer(i, config, strategy, dtype=dtype) for i in range(config.num_layers)]
         )
-        self.norm = RMSNorm("model.norm", D, config.rms_norm_eps, dtype=dtype, rngs=rngs)
+        self.norm = RMSNorm("model.norm", D, config.rms_norm_eps, dtype=dtype)
         tied = config.tie_embeddings
-        self.head = None if tied else WordTable("lm_head", W, D, dtype=dtype, rngs=rngs)
+        self.head = None if tied else WordTable("lm_head", W, D, dtype=dtype)
         self.rotary = Rotary(config.rope, config.head_dim, max_context)
         self.strategy = strategy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 
 from deinfer_jax import LowRank, Slice
 from deinfer_jax.layers.linear import Contract, Expand, product
-from deinfer_jax.layers.parameter import Source, sources_of
+from deinfer_jax.layers.parameter import Source
 
 D, T = 13, 5
 WIDTHS = {"q_proj": 12, "k_proj": 6, "v_proj": 7}
@@ -49,36 +50,28 @@ LAYOUTS = {
 
 
 def expand(low_rank: LowRank, *, bias: bool, dtype: str = "float32") -> Expand:
-    """Shapes alone, see ``fill``: making random values takes a compilation each."""
-    return nnx.eval_shape(
-        lambda: Expand(
-            PARENT,
-            WIDTHS,
-            D,
-            bias=bias,
-            low_rank=low_rank,
-            dtype=jnp.dtype(dtype),
-            rngs=nnx.Rngs(0),
-        )
-    )
+    """Declared, without values; see ``fill``."""
+    return Expand(PARENT, WIDTHS, D, bias=bias, low_rank=low_rank, dtype=jnp.dtype(dtype))
+
+
+def variables(module: nnx.Module) -> Iterator[tuple[Any, tuple[Source, ...]]]:
+    """Every parameter with the tensors that it stacks."""
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        yield variable, variable.get_metadata()["sources"]
 
 
 def sources(module: nnx.Module) -> dict[str, Source]:
-    return {
-        source.name: source for _, _, pieces in sources_of(nnx.state(module)) for source in pieces
-    }
+    return {source.name: source for _, pieces in variables(module) for source in pieces}
 
 
 def fill(module: nnx.Module, seed: int = 1) -> dict[str, np.ndarray]:
     """Puts random tensors where the declared sources say; returns them by checkpoint name."""
     rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
-    state = nnx.state(module)
-    for _, variable, pieces in sources_of(state):
+    for variable, pieces in variables(module):
         parts = [rng.standard_normal(piece.shape).astype(np.float32) for piece in pieces]
         tensors |= {piece.name: part for piece, part in zip(pieces, parts, strict=True)}
         variable.set_value(jnp.asarray(np.concatenate(parts), variable.get_value().dtype))
-    nnx.update(module, state)
     return tensors
 
 
@@ -145,7 +138,7 @@ class TestExpand:
 
     def test_no_rows_are_left_without_a_source(self) -> None:
         for low_rank in LAYOUTS.values():
-            for _, variable, pieces in sources_of(nnx.state(expand(low_rank, bias=True))):
+            for variable, pieces in variables(expand(low_rank, bias=True)):
                 ends = [piece.start + piece.shape[0] for piece in pieces]
                 assert [piece.start for piece in pieces] == [0, *ends[:-1]]
                 assert ends[-1] == variable.get_value().shape[0]
@@ -184,17 +177,8 @@ class TestExpand:
 
 
 def contract(low_rank: LowRank, *, bias: bool) -> Contract:
-    return nnx.eval_shape(
-        lambda: Contract(
-            f"{PARENT}.o_proj",
-            D,
-            11,
-            bias=bias,
-            low_rank=low_rank,
-            dtype=jnp.dtype("float32"),
-            rngs=nnx.Rngs(0),
-        )
-    )
+    name = f"{PARENT}.o_proj"
+    return Contract(name, D, 11, bias=bias, low_rank=low_rank, dtype=jnp.dtype("float32"))
 
 
 class TestContract:

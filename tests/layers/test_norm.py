@@ -5,16 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from deinfer_jax.layers.norm import RMSNorm
-from deinfer_jax.layers.parameter import Source
+from deinfer_jax.layers.parameter import Source, declarations
 
 WIDTH, EPS = 13, 1e-3
 
 
 def norm(weight: np.ndarray, eps: float = EPS, dtype: str = "float32") -> RMSNorm:
-    module = RMSNorm("model.norm", len(weight), eps, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    module = RMSNorm("model.norm", len(weight), eps, dtype=jnp.dtype(dtype))
     module.weight.set_value(jnp.asarray(weight, dtype))
     return module
 
@@ -61,7 +60,10 @@ def test_large_bfloat16_values_do_not_overflow() -> None:
     np.testing.assert_allclose(np.asarray(ours, np.float32), 1.0, rtol=1e-2)
 
 
-def test_initial_weight_and_source() -> None:
-    module = RMSNorm("model.norm", WIDTH, EPS, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    assert np.asarray(module.weight[...]).tolist() == [1.0] * WIDTH
-    assert module.weight.get_metadata()["sources"] == (Source("model.norm.weight", 0, (WIDTH,)),)
+def test_declaration() -> None:
+    module = RMSNorm("model.norm", WIDTH, EPS, dtype=jnp.dtype("bfloat16"))
+    (found,) = declarations(module)
+    assert found.path == ("weight",)
+    assert (found.shape, found.dtype) == ((WIDTH,), jnp.dtype("bfloat16"))
+    assert found.sources == (Source("model.norm.weight", 0, (WIDTH,)),)
+    assert found.scale is None  # starts at ones

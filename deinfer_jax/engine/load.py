@@ -1,0 +1,215 @@
+"""``load``: from a checkpoint or a config to an ``LLM`` on a device."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from deinfer_jax.cache.allocator import PageAllocator
+from deinfer_jax.cache.layout import choose_layout, default_page_size
+from deinfer_jax.checkpoint.parameters import load_parameters, random_parameters
+from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint
+from deinfer_jax.config import ModelConfig
+from deinfer_jax.engine.engine import Engine
+from deinfer_jax.engine.llm import LLM, show_progress
+from deinfer_jax.engine.memory import available_bytes, choose_pages
+from deinfer_jax.engine.runner import Buckets, Runner
+from deinfer_jax.engine.scheduler import Scheduler
+from deinfer_jax.layers.parameter import declarations
+from deinfer_jax.models import build
+from deinfer_jax.parallel.strategy import get_strategy
+from deinfer_kernels.dispatch import check_implementation
+
+__all__ = ["load"]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load(
+    path_or_config: str | os.PathLike[str] | ModelConfig,
+    *,
+    strategy: str = "auto",
+    tensor_parallel: int | None = None,
+    kv_cache: str = "auto",
+    dtype: str | None = None,
+    max_batch: int | None = None,
+    max_context: int | None = None,
+    page_size: int | None = None,
+    cache_bytes: int | None = None,
+    prefill_chunk: int | None = None,
+    decode_steps: int | None = None,
+    implementation: str | None = None,
+    progress: bool | None = None,
+    seed: int = 0,
+) -> LLM:
+    """Puts a model on a device.
+
+    Args:
+        path_or_config: a Hugging Face directory (safetensors), a GGUF file or a directory with one;
+            or a ``ModelConfig``, which gives random weights made on the device, for benches and
+            tests.
+        strategy: how products are split over devices; this version runs on one, so ``"auto"``.
+        tensor_parallel: devices; None or 1.
+        kv_cache: ``"full"``, or ``"auto"`` which is the same until a model has latents.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for weights, cache and activations;
+            None = the checkpoint's on a GPU, float32 on a CPU.
+        max_batch: sequences that decode together; None = 64 on a GPU, 8 on a CPU.
+        max_context: most tokens of a sequence; None = what the model was made for, or what the
+            cache holds if less.
+        page_size: cache page in tokens: 16, 32, 64 or 128; None = 64 on a GPU, 16 on a CPU.
+        cache_bytes: size of the cache; None = what ``max_batch`` sequences of ``max_context`` need,
+            at most what is free on a GPU, at most 512 MB (or one sequence, if that is more) on a
+            CPU.
+        prefill_chunk: most prompt tokens in one program; None = 2048 on a GPU, 512 on a CPU.
+        decode_steps: tokens a sequence decodes per dispatch; None = 8 on a GPU, 1 on a CPU.
+        implementation: of the kernels, ``"reference"`` or ``"mosaic_gpu"``; None = the best that
+            applies.
+        progress: bars for what takes long; None = where stderr is a terminal.
+        seed: of random weights.
+
+    Raises:
+        ValueError: an argument, the checkpoint or a combination is wrong; the message says what was
+            expected and came.
+        FileNotFoundError: no such checkpoint, or a part of it is missing.
+        OutOfDeviceMemory: weights, cache and temporaries do not fit; all are given in bytes.
+    """
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    _check_positive(
+        max_batch=max_batch,
+        max_context=max_context,
+        cache_bytes=cache_bytes,
+        prefill_chunk=prefill_chunk,
+        decode_steps=decode_steps,
+    )
+    check_implementation(implementation)
+    placement = get_strategy(strategy, 1 if tensor_parallel is None else tensor_parallel)
+    _use_compilation_cache()
+
+    checkpoint: Checkpoint | None = None
+    if isinstance(path_or_config, ModelConfig):
+        config = path_or_config
+    else:
+        checkpoint = open_checkpoint(Path(path_or_config))
+        config = checkpoint.config
+    dtype = _choose_dtype(dtype, config, on_gpu)
+    layout = choose_layout(config, kv_cache, page_size or default_page_size(device.platform), dtype)
+    batch = max_batch or (64 if on_gpu else 8)
+    context = _choose_context(config, max_context)
+    model = partial(build, config, strategy=placement, dtype=jnp.dtype(dtype))
+    declared = declarations(model(max_context=context))
+    pages = choose_pages(
+        layout,
+        config,
+        weights=sum(math.prod(d.shape) * d.dtype.itemsize for d in declared),
+        batch=batch,
+        context=context,
+        least_context=1 if max_context is None else context,
+        cache_bytes=cache_bytes,
+        available=available_bytes(device),
+    )
+    if max_context is None:
+        context = min(context, pages * layout.page_size)
+
+    buckets = Buckets.choose(
+        max_batch=batch,
+        max_context=context,
+        prefill_chunk=prefill_chunk or (2048 if on_gpu else 512),
+        page_size=layout.page_size,
+        decode_steps=decode_steps or (8 if on_gpu else 1),
+    )
+    if checkpoint is None:
+        weights = random_parameters(declared, seed, device)
+    else:
+        weights = load_parameters(checkpoint, declared, device, progress=show_progress(progress))
+    runner = Runner(
+        nnx.graphdef(model(max_context=context)),
+        weights,
+        layout,
+        num_pages=pages,
+        max_batch=batch,
+        buckets=buckets,
+        device=device,
+        implementation=implementation,
+    )
+    scheduler = Scheduler(
+        PageAllocator(pages),
+        page_size=layout.page_size,
+        max_batch=batch,
+        prefill_chunk=buckets.chunk[-1],
+        decode_steps=buckets.steps[-1],
+    )
+    engine = Engine(runner, scheduler, ahead=1 if on_gpu else 0)
+    logger.info(
+        "%s on %s, %s, %s cache: %d pages of %d tokens",
+        checkpoint.description if checkpoint else "random weights",
+        device.device_kind,
+        dtype,
+        layout.kind,
+        pages,
+        layout.page_size,
+    )
+    return LLM(config, _tokenizer(checkpoint), runner, engine, max_context=context)
+
+
+def _tokenizer(checkpoint: Checkpoint | None) -> Any:
+    """The checkpoint's tokenizer; a checkpoint without one still runs on token ids."""
+    if checkpoint is None:
+        return None
+    try:
+        return checkpoint.tokenizer()
+    except FileNotFoundError as error:
+        logger.warning("%s; prompts must be token ids", error)
+        return None
+
+
+def _check_positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise ValueError(f"{name}: expected a positive integer or None, got {value!r}")
+
+
+def _choose_dtype(dtype: str | None, config: ModelConfig, on_gpu: bool) -> str:
+    if dtype is None:
+        return config.dtype if on_gpu else "float32"
+    name = jnp.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    if name not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or None, got {dtype!r}")
+    return name
+
+
+def _choose_context(config: ModelConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return config.max_position
+    if max_context > config.max_position and config.rope.kind != "dynamic":
+        raise ValueError(
+            f"max_context: expected at most {config.max_position} (the model's), got {max_context}"
+        )
+    return max_context
+
+
+def _use_compilation_cache() -> None:
+    """Points JAX's persistent compilation cache at a folder of ours, unless the user has chosen one
+    or said no."""
+    folder = os.environ.get("DEINFER_COMPILATION_CACHE")
+    if folder == "" or jax.config.jax_compilation_cache_dir is not None:
+        return
+    if folder is None:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        folder = os.path.join(base, "deinfer_jax", "xla")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    # The defaults keep out what compiles in under a second; the decode programs of small models do.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

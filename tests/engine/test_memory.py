@@ -1,0 +1,183 @@
+"""Memory arithmetic and messages, with limits that no device has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from deinfer_jax import OutOfDeviceMemory
+from deinfer_jax.cache.layout import choose_layout
+from deinfer_jax.engine.memory import MemoryPlan, choose_pages, explained, format_bytes
+
+
+def plan(available: int | None, *, cache: int = 400, temporaries: int = 50) -> MemoryPlan:
+    return MemoryPlan(
+        weights=1000,
+        cache=cache,
+        temporaries=temporaries,
+        available=available,
+        bytes_per_sequence=100,
+    )
+
+
+class TestMemoryPlan:
+    def test_what_fits_passes(self) -> None:
+        plan(1450).check()
+
+    def test_one_byte_too_many(self) -> None:
+        with pytest.raises(OutOfDeviceMemory):
+            plan(1449).check()
+
+    def test_no_limit_passes(self) -> None:
+        plan(None, cache=10**15).check()
+
+    def test_no_limit_has_no_largest_batch(self) -> None:
+        assert plan(None).largest_batch is None
+
+    def test_largest_batch_is_not_negative(self) -> None:
+        assert plan(10).largest_batch == 0
+
+    def test_the_message_gives_every_size(self) -> None:
+        with pytest.raises(
+            OutOfDeviceMemory,
+            match=r"weights 1.00 kB \(1000 bytes\), cache 400 bytes, temporaries 50 bytes; "
+            r"the device offers 1.25 kB \(1250 bytes\)",
+        ):
+            plan(1250).check()
+
+    def test_the_message_gives_the_largest_batch(self) -> None:
+        with pytest.raises(OutOfDeviceMemory, match=r"a batch of \d+ at the longest context"):
+            plan(1250).check()
+
+    def test_without_limit_the_description_ends_with_the_temporaries(self) -> None:
+        assert plan(None).describe().endswith("temporaries 50 bytes")
+
+    def test_it_is_a_memory_error(self) -> None:
+        assert issubclass(OutOfDeviceMemory, MemoryError)
+
+    @pytest.mark.parametrize("spare", [-1, 0, 1])
+    def test_the_largest_batch_does_fit(self, config, spare: int) -> None:
+        # The pools hold a null page more than the sequences need.
+        layout = choose_layout(config, "full", 16, "float32")
+        pages = layout.pages_for(128)
+        best = MemoryPlan(
+            weights=1000,
+            cache=layout.pool_bytes(9 * pages),
+            temporaries=50,
+            available=1050 + layout.pool_bytes(3 * pages) + spare,
+            bytes_per_sequence=pages * layout.bytes_per_page,
+        )
+        batch = best.largest_batch
+        assert batch is not None
+        assert 1050 + layout.pool_bytes(batch * pages) <= best.available  # pyright: ignore[reportOperatorIssue]
+
+    def test_a_batch_more_does_not_fit(self, config) -> None:
+        layout = choose_layout(config, "full", 16, "float32")
+        pages = layout.pages_for(128)
+        available = 1050 + layout.pool_bytes(3 * pages)
+        found = MemoryPlan(
+            weights=1000,
+            cache=0,
+            temporaries=50,
+            available=available,
+            bytes_per_sequence=pages * layout.bytes_per_page,
+        ).largest_batch
+        assert found is not None
+        assert 1050 + layout.pool_bytes((found + 1) * pages) > available
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.00 kB (1000 bytes)"),
+        (1_250_000, "1.25 MB (1250000 bytes)"),
+        (98_765_432_100, "98.77 GB (98765432100 bytes)"),
+    ],
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_the_plan_of_a_loaded_model(load_tiny) -> None:
+    llm = load_tiny(max_batch=2, max_context=64)
+    found = llm.memory_plan()
+    weights = 97 * 24 * 2 + 24  # embedding, head, last norm
+    weights += 2 * (24 * 2 + 24 * (48 + 16 + 16) + 48 * 24 + 3 * 24 * 40)
+    assert found.weights == 4 * weights
+    assert found.cache == 4 * 2 * (2 * 4 + 1) * 16 * 2 * 2 * 8  # 2 · 4 pages and the null page
+    assert found.bytes_per_sequence == 4 * 2 * 64 * 2 * 2 * 8
+
+
+def test_temporaries_are_those_of_the_largest_program(load_tiny) -> None:
+    llm = load_tiny(max_batch=2, max_context=64)
+    assert llm.memory_plan().temporaries == 0
+    small = llm.runner.executable("decode", 2, 4).memory_analysis().temp_size_in_bytes
+    assert llm.memory_plan().temporaries == small > 0
+
+
+GIB = 2**30
+
+
+class TestChoosePages:
+    """Pages of 4096 bytes; weights of 1 GiB."""
+
+    def choose(self, config, **changes: Any) -> int:
+        arguments = dict(
+            weights=GIB,
+            batch=4,
+            context=128,
+            least_context=128,
+            cache_bytes=None,
+            available=None,
+        )
+        layout = choose_layout(config, "full", 16, "float32")
+        return choose_pages(layout, config, **(arguments | changes))
+
+    def test_no_more_than_the_batch_can_use(self, config) -> None:
+        assert self.choose(config) == 4 * 8
+
+    def test_cache_bytes_count_the_null_page(self, config) -> None:
+        assert self.choose(config, cache_bytes=10 * 4096) == 9
+
+    def test_cache_bytes_beyond_use(self, config) -> None:
+        assert self.choose(config, cache_bytes=GIB) == 4 * 8
+
+    def test_cache_bytes_of_less_than_a_page(self, config) -> None:
+        with pytest.raises(ValueError, match="expected at least 8192 .*got 8191"):
+            self.choose(config, cache_bytes=8191)
+
+    def test_a_roomy_device(self, config) -> None:
+        assert self.choose(config, available=80 * GIB) == 4 * 8
+
+    def test_a_full_device_gets_fewer_pages_that_do_fit(self, config) -> None:
+        available = 2 * GIB
+        pages = self.choose(config, available=available, batch=10**6)
+        assert pages >= 8
+        assert GIB + (pages + 1) * 4096 < available
+
+    def test_weights_alone_are_too_much(self, config) -> None:
+        with pytest.raises(
+            OutOfDeviceMemory, match=rf"weights 1.07 GB \({GIB} bytes\).*cache.*temporaries.*offers"
+        ):
+            self.choose(config, available=GIB)
+
+
+class TestExplained:
+    def test_an_allocation_that_fails(self) -> None:
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+        with (
+            pytest.raises(OutOfDeviceMemory, match="out of device memory: weights 1.00 kB"),
+            explained(lambda: plan(1250)),
+        ):
+            raise error
+
+    def test_other_errors_pass(self) -> None:
+        with (
+            pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+            explained(lambda: plan(1250)),
+        ):
+            raise jax.errors.JaxRuntimeError("INTERNAL: something else")

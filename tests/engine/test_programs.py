@@ -1,0 +1,335 @@
+"""The compiled programs: donation in the HLO, device-resident state, buckets and the guard."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import deinfer_jax
+from deinfer_jax import LLM, OutOfDeviceMemory, RecompilationError
+from deinfer_jax.engine import programs
+from deinfer_jax.engine.memory import MemoryPlan
+from deinfer_jax.engine.request import Request, Sampling
+from deinfer_jax.engine.runner import Buckets, fit, powers_of_two
+from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
+
+PROGRAMS = [("prefill", 32, 8, 1), ("decode", 4, 8, 1), ("decode", 4, 8, 4), ("score", 32, 8, 1)]
+
+
+@pytest.fixture(scope="module")
+def llm(load_tiny) -> LLM:
+    return load_tiny(decode_steps=4)
+
+
+def pool_type(llm: LLM) -> str:
+    return "f32[" + ",".join(map(str, llm.runner.pools[0].shape)) + "]"
+
+
+@pytest.fixture(scope="module", params=PROGRAMS, ids=lambda key: f"{key[0]}-{key[3]}")
+def compiled(request: pytest.FixtureRequest, llm: LLM) -> Any:
+    return llm.runner.executable(*request.param)
+
+
+class TestDonation:
+    def test_every_pool_is_aliased(self, llm: LLM, compiled: Any) -> None:
+        text = compiled.as_text()
+        header = text.splitlines()[0]
+        aliases = {
+            int(parameter): int(output)
+            for output, parameter in re.findall(r"\{(\d+)\}: \((\d+), \{\}", header)
+        }
+        entry = text[text.index("\nENTRY") :]
+        pools = re.findall(
+            rf"= {re.escape(pool_type(llm))}\S* parameter\((\d+)\), metadata=\S*pools", entry
+        )
+        assert len(pools) == 2
+        # The first outputs are the pools, in order.
+        assert [aliases.get(number) for number in sorted(map(int, pools))] == [0, 1]
+
+    def test_no_pool_is_copied(self, llm: LLM, compiled: Any) -> None:
+        copies = re.findall(
+            rf"= {re.escape(pool_type(llm))}\S* copy(?:-start)?\(", compiled.as_text()
+        )
+        assert copies == []
+
+    def test_temporaries_hold_no_second_pool(self, llm: LLM, compiled: Any) -> None:
+        # The program reads 8 pages a row, and the pools have 33: a copy would show.
+        assert compiled.memory_analysis().alias_size_in_bytes >= 2 * llm.runner.pools[0].nbytes
+
+    @pytest.mark.parametrize("key", [PROGRAMS[0], PROGRAMS[1]], ids=lambda key: key[0])
+    def test_state_is_aliased(self, llm: LLM, key: tuple[str, int, int, int]) -> None:
+        state = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.state))
+        pools = sum(pool.nbytes for pool in llm.runner.pools)
+        analysis = llm.runner.executable(*key).memory_analysis()
+        assert analysis is not None and analysis.alias_size_in_bytes == pools + state
+
+    def test_the_old_buffers_are_gone_after_a_step(self, llm: LLM) -> None:
+        before = [*llm.runner.pools, *jax.tree.leaves(llm.runner.state)]
+        deinfer_jax.generate(llm, [5, 6, 7], max_new_tokens=2)
+        assert all(array.is_deleted() for array in before)
+
+
+def start(llm: LLM, prompt: list[int], slot: int, pages: list[int], **sampling: Any) -> Request:
+    request = Request(prompt, Sampling(**({"max_new_tokens": 9} | sampling)))
+    request.slot, request.pages = slot, pages
+    return request
+
+
+class TestState:
+    @pytest.fixture
+    def prefilled(self, llm: LLM) -> tuple[Request, int]:
+        llm.runner.state = programs.empty_state(4, 8, llm.runner.num_pages)
+        request = start(
+            llm, [5, 6, 7], 2, [4, 1], temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=8
+        )
+        token = llm.runner.prefill(PrefillStep(request, 0, 3, True))
+        return request, int(token)
+
+    def test_prefill_sets_the_slot_up(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
+        state = jax.device_get(llm.runner.state)
+        null = llm.runner.num_pages
+        assert state.tokens[2] == prefilled[1]
+        assert (state.lengths[2], state.limits[2]) == (3, 11)
+        assert state.block_tables[2].tolist() == [4, 1, *[null] * 6]
+
+    def test_prefill_sets_the_parameters(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
+        sampling = jax.device_get(llm.runner.state.sampling)
+        assert sampling.temperature[2] == 0.5
+        assert sampling.top_k[2] == 3
+        assert sampling.top_p[2] == 0.75
+        assert sampling.min_p[2] == 0.25
+
+    def test_prefill_touches_no_other_slot(
+        self, llm: LLM, prefilled: tuple[Request, int]
+    ) -> None:
+        state = jax.device_get(llm.runner.state)
+        others = [0, 1, 3]
+        assert not state.tokens[others].any() and not state.limits[others].any()
+        assert (state.block_tables[others] == llm.runner.num_pages).all()
+
+    def test_decode_advances_the_slot(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
+        request, _ = prefilled
+        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), 4, 7)))
+        state = jax.device_get(llm.runner.state)
+        assert state.lengths.tolist() == [0, 0, 7, 0]
+        assert state.tokens[2] == drawn[3, 0]
+
+    def test_rows_stop_at_their_limit(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
+        request, _ = prefilled
+        llm.runner.decode(DecodeStep((request,), 4, 7))
+        llm.runner.decode(DecodeStep((request,), 4, 11))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), 4, 11)))
+        assert (drawn[:, 0] == programs.IDLE).all()
+        assert int(llm.runner.state.lengths[2]) == 11
+
+    def test_padding_rows_are_idle(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
+        drawn = np.asarray(llm.runner.decode(DecodeStep((prefilled[0],), 4, 7)))
+        assert drawn.shape == (4, 2) and (drawn[:, 1] == programs.IDLE).all()
+
+    def test_the_host_sends_slot_numbers_only(
+        self, llm: LLM, prefilled: tuple[Request, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sent: list[Any] = []
+        run = llm.runner._run
+
+        def spy(key: Any, *arguments: Any) -> Any:
+            sent.extend(
+                leaf for leaf in jax.tree.leaves(arguments) if not isinstance(leaf, jax.Array)
+            )
+            return run(key, *arguments)
+
+        monkeypatch.setattr(llm.runner, "_run", spy)
+        llm.runner.decode(DecodeStep((prefilled[0],), 4, 7))
+        assert [array.tolist() for array in sent] == [[2, 4]]
+
+
+@pytest.mark.parametrize("sampling", [dict(), dict(temperature=0.9, top_p=0.9)], ids=str)
+def test_several_steps_a_dispatch_give_the_same_tokens(load_tiny, llm: LLM, sampling: Any) -> None:
+    prompts = [[5], list(range(3, 40)), [9, 8, 7], [11] * 15, [20, 21]]
+    single = load_tiny(decode_steps=1)
+    results = [
+        deinfer_jax.generate(one, prompts, max_new_tokens=11, ignore_eos=True, **sampling)
+        for one in (llm, single)
+    ]
+    several, one_at_a_time = ([c.token_ids for c in completions] for completions in results)
+    assert several == one_at_a_time
+
+
+@pytest.fixture(scope="module")
+def warm(load_tiny, config) -> LLM:
+    one_layer = config.replace(num_layers=1, windows=())
+    llm = load_tiny(config=one_layer, max_context=256, max_batch=3, prefill_chunk=64)
+    llm.warm_up(progress=False)
+    return llm
+
+
+class TestGuard:
+    def test_serving_compiles_nothing_more(self, warm: LLM) -> None:
+        compiled = warm.runner.compilations
+        for lengths in ([1], [200, 3, 70], [64, 65, 127, 128, 129], [31, 32, 33, 247]):
+            prompts = [[7] * length for length in lengths]
+            deinfer_jax.generate(warm, prompts, max_new_tokens=9, ignore_eos=True)
+        assert warm.runner.compilations == compiled > 0
+
+    def test_logits_are_still_allowed(self, warm: LLM) -> None:
+        assert warm.logits([5, 6, 7]).shape == (3, 97)
+
+    def test_a_missing_program_is_an_error(self, warm: LLM) -> None:
+        with pytest.raises(RecompilationError, match="decode with 2 rows, 5 pages, 1 steps"):
+            warm.runner.executable("decode", 2, 5)
+
+    def test_the_guard_can_be_switched_off(self, warm: LLM) -> None:
+        compiled = warm.runner.compilations
+        warm.recompilation_guard = False
+        warm.runner.executable("decode", 2, 5)
+        warm.recompilation_guard = True
+        assert warm.runner.compilations == compiled + 1
+
+    def test_no_guard_before_the_warm_up(self, llm: LLM) -> None:
+        llm.runner.executable("decode", 2, 8, 1)
+
+
+class TestBuckets:
+    @pytest.mark.parametrize(
+        ("low", "high", "sizes"),
+        [
+            (2, 8, (2, 4, 8)),
+            (2, 9, (2, 4, 8, 9)),
+            (2, 2, (2,)),
+            (1, 1, (1,)),
+            (3, 20, (3, 6, 12, 20)),
+            (16, 8, (8,)),
+        ],
+    )
+    def test_powers_of_two(self, low: int, high: int, sizes: tuple[int, ...]) -> None:
+        assert powers_of_two(low, high) == sizes
+
+    @pytest.mark.parametrize(("value", "bucket"), [(1, 2), (2, 2), (3, 5), (5, 5), (6, 9)])
+    def test_fit(self, value: int, bucket: int) -> None:
+        assert fit(value, (2, 5, 9)) == bucket
+
+    def test_fit_with_clip(self) -> None:
+        assert fit(10, (2, 5, 9), clip=True) == 9
+
+    def test_fit_of_too_much(self) -> None:
+        with pytest.raises(ValueError, match="at most 9, got 10"):
+            fit(10, (2, 5, 9))
+
+    @pytest.mark.parametrize("max_batch", [1, 2, 3, 8, 13, 64])
+    def test_batch(self, max_batch: int) -> None:
+        buckets = Buckets.choose(
+            max_batch=max_batch, max_context=100, prefill_chunk=32, page_size=16, decode_steps=1
+        )
+        assert min(buckets.batch) == 2  # a row's bits must not depend on the batch
+        assert max(buckets.batch) == max(2, max_batch)
+
+    @pytest.mark.parametrize("decode_steps", [1, 8])
+    def test_steps(self, decode_steps: int) -> None:
+        buckets = Buckets.choose(
+            max_batch=2,
+            max_context=100,
+            prefill_chunk=32,
+            page_size=16,
+            decode_steps=decode_steps,
+        )
+        assert set(buckets.steps) == {1, decode_steps}
+
+    @pytest.mark.parametrize("max_context", [1, 5, 16, 33, 100, 500, 2048, 3000])
+    @pytest.mark.parametrize("prefill_chunk", [1, 7, 32, 100, 512])
+    @pytest.mark.parametrize("page_size", [16, 64, 128])
+    def test_every_request_size_is_covered(
+        self, max_context: int, prefill_chunk: int, page_size: int
+    ) -> None:
+        buckets = Buckets.choose(
+            max_batch=3,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            page_size=page_size,
+            decode_steps=4,
+        )
+        assert buckets.chunk[-1] == min(prefill_chunk, max_context)
+        assert buckets.pages[-1] == -(-max_context // page_size)
+        existing = set(buckets.programs())
+        for tokens in range(1, max_context + 1):  # in the cache after the step
+            length = (tokens - 1) % buckets.chunk[-1] + 1
+            rows, pages = buckets.for_chunk(length, tokens)
+            assert rows >= length and pages * page_size >= tokens
+            assert ("prefill", rows, pages, 1) in existing
+            decode_pages = min(p for p in buckets.pages if p * page_size >= tokens)
+            assert ("decode", 2, decode_pages, 4) in existing
+
+    def test_no_program_twice(self) -> None:
+        buckets = Buckets.choose(
+            max_batch=13, max_context=3000, prefill_chunk=500, page_size=16, decode_steps=4
+        )
+        keys = list(buckets.programs())
+        assert len(set(keys)) == len(keys)
+
+    def test_the_number_of_programs_is_moderate(self) -> None:
+        # What a GPU compiles by default for a context of 8192.
+        buckets = Buckets.choose(
+            max_batch=64, max_context=8192, prefill_chunk=2048, page_size=64, decode_steps=8
+        )
+        assert len(list(buckets.programs())) <= 120
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            dict(max_context=130, prefill_chunk=40),
+            dict(max_context=250, prefill_chunk=512),
+            dict(max_context=250, prefill_chunk=64, page_size=32),
+            dict(max_context=9, prefill_chunk=4),
+        ],
+        ids=str,
+    )
+    def test_the_runner_asks_for_programs_that_exist(
+        self, load_tiny, options: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = load_tiny(**options)
+        runner, size = llm.runner, llm.cache_layout.page_size
+        asked = set()
+
+        def record(key: Any, *arguments: Any) -> Any:
+            asked.add(key)
+            return runner.pools, runner.state, jnp.zeros((), jnp.int32)
+
+        monkeypatch.setattr(runner, "_run", record)
+        chunk = llm.engine.scheduler.prefill_chunk
+        for tokens in range(1, llm.max_context + 1):
+            request = start(llm, [3] * tokens, 0, list(range(-(-tokens // size))))
+            begin = (tokens - 1) // chunk * chunk
+            runner.prefill(PrefillStep(request, begin, tokens - begin, True))
+            for batch in range(1, 5):
+                runner.decode(DecodeStep((request,) * batch, 1, tokens))
+        assert asked <= set(runner.buckets.programs())
+
+
+def test_scrub_zeroes_the_named_pages_only(llm: LLM) -> None:
+    deinfer_jax.generate(llm, [list(range(3, 60))], max_new_tokens=2)
+    before = [np.asarray(pool) for pool in llm.runner.pools]
+    assert all(pool[:4].any() for pool in before)
+    llm.runner.scrub([2, 0])
+    for pool, old in zip(llm.runner.pools, before, strict=True):
+        assert not np.asarray(pool[0]).any() and not np.asarray(pool[2]).any()
+        np.testing.assert_array_equal(np.asarray(pool[1]), old[1])
+        np.testing.assert_array_equal(np.asarray(pool[3:]), old[3:])
+
+
+def test_a_program_that_does_not_fit_says_what_it_needs(
+    load_tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load_tiny(max_batch=2, max_context=64).runner
+
+    def plan(temporaries: int) -> MemoryPlan:
+        return MemoryPlan(
+            weights=10, cache=20, temporaries=temporaries, available=40, bytes_per_sequence=7
+        )
+
+    monkeypatch.setattr(runner, "_plan", plan)
+    with pytest.raises(OutOfDeviceMemory, match="weights 10 bytes, cache 20 bytes"):
+        runner.executable("decode", 2, 4)
