@@ -147,9 +147,7 @@ BAD = {
 
 class TestErrors:
     @pytest.mark.parametrize("name", BAD)
-    def test_bad_request(
-        self, model: Path, name: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_bad_request(self, model: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         arguments, message = BAD[name]
         assert generate(model, *arguments) == 1
         captured = capsys.readouterr()
@@ -157,9 +155,7 @@ class TestErrors:
         assert captured.out == ""
 
     @pytest.mark.parametrize("arguments", [["generate", "nowhere", "x"], ["inspect", "nowhere"]])
-    def test_no_such_model(
-        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_no_such_model(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(arguments) == 1
         captured = capsys.readouterr()
         assert captured.err.startswith(f"deinfer {arguments[0]}: nowhere")
@@ -208,9 +204,7 @@ class TestInspect:
         self, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.main(["inspect", str(model)]) == 0
-        rows = dict(
-            line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line
-        )
+        rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
         assert rows["path"] == str(model)
         assert rows["family"] == "llama"
         assert rows["layers"].startswith("2 of width 48, feed-forward 80")

@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from deinfer_kernels import paged_attention
+from deinfer_kernels.precision import einsum_float32
 
 __all__ = ["CacheView", "DecodeView", "LayerPool", "PrefillView"]
 
@@ -147,12 +148,12 @@ def _attend_chunk(
     kv_heads = pages.shape[2]
     kv = pages.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, width)  # [2, K, M·S, H]
     grouped = q.reshape(count, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("tkgh,kch->kgtc", grouped, kv[0], preferred_element_type=jnp.float32)
+    scores = einsum_float32("tkgh,kch->kgtc", grouped, kv[0])
     context = jnp.arange(kv.shape[2], dtype=jnp.int32)[None, :]
     seen = context <= position[:, None]
     if window is not None:
         seen &= context > position[:, None] - window
     scores = jnp.where(seen[None, None], scores * scale, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
-    out = jnp.einsum("kgtc,kch->tkgh", weights, kv[1], preferred_element_type=jnp.float32)
+    out = einsum_float32("kgtc,kch->tkgh", weights, kv[1])
     return out.reshape(count, heads, width).astype(q.dtype)

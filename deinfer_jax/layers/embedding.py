@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.layers.linear import INIT_SCALE, product
 from deinfer_jax.layers.parameter import Source, parameter
+from deinfer_kernels.precision import einsum_float32
 
 __all__ = ["WordTable"]
 
@@ -29,4 +30,6 @@ class WordTable(nnx.Module):
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T W"]:
         """x · tableᵀ, float32."""
-        return product(self.weight[...], x, jnp.float32)
+        if x.dtype == jnp.float32:
+            return product(self.weight[...], x)
+        return einsum_float32("td,wd->tw", x, self.weight[...])

@@ -26,10 +26,8 @@ WEIGHT_FIRST_ROWS = 128  # see `product`
 _LAST_AXES = (((1,), (1,)), ((), ()))  # both operands are contracted over their last axis
 
 
-def product(
-    w: Float[Array, "O I"], x: Float[Array, "T I"], out_dtype: Any = None
-) -> Float[Array, "T O"]:
-    """x Wᵀ in x's dtype or ``out_dtype``.
+def product(w: Float[Array, "O I"], x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+    """x Wᵀ in x's dtype.
 
     With few rows in x a CPU streams W about twice as fast when W is the left operand, (W xᵀ)ᵀ; XLA
     would fold the two transposes away, which the barrier prevents. Measured on two cores for
@@ -38,11 +36,11 @@ def product(
     """
 
     def weight_first(w: Array, x: Array) -> Array:
-        y = jax.lax.dot_general(w, x, _LAST_AXES, preferred_element_type=out_dtype)
+        y = jax.lax.dot_general(w, x, _LAST_AXES)
         return jax.lax.optimization_barrier(y).T
 
     def rows_first(w: Array, x: Array) -> Array:
-        return jax.lax.dot_general(x, w, _LAST_AXES, preferred_element_type=out_dtype)
+        return jax.lax.dot_general(x, w, _LAST_AXES)
 
     if x.shape[0] > WEIGHT_FIRST_ROWS:
         return rows_first(w, x)

@@ -153,6 +153,16 @@ class TestPrefill:
         padded, _ = prefill(garbage_pool(), whole, pages, 0, 12, 40)
         np.testing.assert_allclose(padded, exact, atol=1e-6)
 
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_half_precision(self, dtype: str) -> None:
+        whole, pages = sequence(37), table(4, 1, 6, length=4)
+        view = PrefillView(jnp.asarray(pages), jnp.int32(0), jnp.int32(37))
+        parts = [jnp.asarray(part, dtype) for part in (garbage_pool(), whole.q, whole.k, whole.v)]
+        out, _ = attend(view, *parts, None)
+        rounded = Sequence(*(np.asarray(part, np.float32) for part in parts[1:]))
+        assert out.dtype == jnp.dtype(dtype)
+        np.testing.assert_allclose(np.asarray(out, np.float64), rounded.attended(), atol=0.03)
+
     def test_positions(self) -> None:
         view = PrefillView(jnp.zeros(2, jnp.int32), jnp.int32(5), jnp.int32(2))
         assert np.asarray(view.positions(4)).tolist() == [5, 6, 7, 8]

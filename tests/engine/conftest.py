@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 
 import deinfer_jax
@@ -33,8 +34,15 @@ def load_tiny():
     loaded = []
 
     def load(**options: Any) -> deinfer_jax.LLM:
-        arguments = {"max_batch": 4, "max_context": 128, "prefill_chunk": 32} | options
+        arguments: dict[str, Any] = {
+            "max_batch": 4,
+            "max_context": 128,
+            "prefill_chunk": 32,
+        } | options
         llm = deinfer_jax.load(arguments.pop("config", CONFIG), **arguments)
+        # Random weights are small; larger ones make attention sharp and continuations varied.
+        weights = llm.runner.weights
+        llm.runner.weights = jax.tree.map(lambda w: 8 * w if w.ndim > 1 else w, weights)
         loaded.append(llm)
         return llm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,9 +25,9 @@ LENGTHS = (1, 3, 5, 16, 17, 31, 32, 33, 48, 70, 90)
 
 
 def prompts() -> list[list[int]]:
-    """Eleven prompts of lengths around pages and chunks."""
+    """Eleven prompts of lengths around pages and chunks; words from 60 on do not occur."""
     rng = np.random.default_rng(0)
-    return [rng.integers(3, 97, length).tolist() for length in LENGTHS]
+    return [rng.integers(3, 60, length).tolist() for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,7 @@ def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
 
 
 def run(llm: LLM, what: Any, new: int = 12, **setting: Any) -> list[tuple[int, ...]]:
-    return tokens(
-        deinfer_jax.generate(llm, what, **({"max_new_tokens": new, "ignore_eos": True} | setting))
-    )
+    return tokens(deinfer_jax.generate(llm, what, max_new_tokens=new, ignore_eos=True, **setting))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,9 @@ class TestIndependence:
         assert run(small, prompts(), **SAMPLED) == together[str(SAMPLED)]
 
     @SETTINGS
-    def test_with_a_step_in_flight(self, llm: LLM, together, ahead, setting: dict[str, Any]) -> None:
+    def test_with_a_step_in_flight(
+        self, llm: LLM, together, ahead, setting: dict[str, Any]
+    ) -> None:
         assert run(llm, prompts(), **setting) == together[str(setting)]
 
     def test_repeated(self, llm: LLM, together) -> None:
@@ -177,71 +178,93 @@ class TestSeeds:
         assert len(run(llm, [5, 6], new=2, temperature=1.0, seed=seed)[0]) == 2
 
 
-@pytest.fixture(scope="module")
-def greedy(llm: LLM) -> tuple[int, ...]:
-    """Greedy tokens of [5, 6]; the fourth is new, so that it can end a continuation."""
-    (ids,) = run(llm, [5, 6], new=9)
-    assert ids[3] not in ids[:3] and 2 not in ids
-    return ids
+@dataclass(frozen=True)
+class Ending:
+    """A prompt whose greedy continuation has a new word at the fourth place; ``other`` is a prompt
+    in whose continuation that word does not occur."""
+
+    prompt: list[int]
+    ids: tuple[int, ...]
+    other: list[int]
+
+    @property
+    def word(self) -> int:
+        return self.ids[3]
 
 
 @pytest.fixture(scope="module")
-def ending(load_tiny, config, greedy) -> LLM:
-    """The same model, whose end token is the fourth greedy one."""
-    return load_tiny(config=config.replace(eos_token_ids=(96, greedy[3])))
+def ending(llm: LLM) -> Ending:
+    everything = [[word, 6] for word in range(7, 57)]
+    found = run(llm, everything)
+    for prompt, ids in zip(everything, found, strict=True):
+        for other, other_ids in zip(everything, found, strict=True):
+            if ids[3] not in (*prompt, *ids[:3], *other, *other_ids, 2):
+                return Ending(prompt, ids, other)
+    raise AssertionError("the random model gives no such continuation")
+
+
+@pytest.fixture(scope="module")
+def ends_early(load_tiny, config, ending: Ending) -> LLM:
+    """The same model, whose end token is that word."""
+    return load_tiny(config=config.replace(eos_token_ids=(96, ending.word)))
 
 
 class TestEnds:
-    def test_length(self, llm: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(llm, [5, 6], max_new_tokens=9)
-        assert (done.finish_reason, done.token_ids) == ("length", greedy)
+    def end(self, llm: LLM, ending: Ending, new: int = 12, **options: Any) -> Completion:
+        (done,) = deinfer_jax.generate(llm, ending.prompt, max_new_tokens=new, **options)
+        return done
 
-    def test_one_token(self, llm: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(llm, [5, 6], max_new_tokens=1)
-        assert (done.finish_reason, done.token_ids) == ("length", greedy[:1])
+    def test_length(self, llm: LLM, ending: Ending) -> None:
+        done = self.end(llm, ending, ignore_eos=True)
+        assert (done.finish_reason, done.token_ids) == ("length", ending.ids)
 
-    def test_a_stop_token(self, llm: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(llm, [5, 6], max_new_tokens=9, stop_token_ids=[greedy[3]])
-        assert (done.finish_reason, done.token_ids) == ("stop", greedy[:4])
+    def test_one_token(self, llm: LLM, ending: Ending) -> None:
+        done = self.end(llm, ending, new=1)
+        assert (done.finish_reason, done.token_ids) == ("length", ending.ids[:1])
 
-    def test_a_stop_token_at_the_last_place(self, llm: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(llm, [5, 6], max_new_tokens=4, stop_token_ids=[greedy[3]])
+    def test_a_stop_token(self, llm: LLM, ending: Ending) -> None:
+        done = self.end(llm, ending, stop_token_ids=[ending.word])
+        assert (done.finish_reason, done.token_ids) == ("stop", ending.ids[:4])
+
+    def test_a_stop_token_at_the_last_place(self, llm: LLM, ending: Ending) -> None:
+        assert self.end(llm, ending, 4, stop_token_ids=[ending.word]).finish_reason == "stop"
+
+    def test_a_stop_token_at_the_first_place(self, llm: LLM, ending: Ending) -> None:
+        done = self.end(llm, ending, stop_token_ids=[ending.ids[0]])
+        assert (done.finish_reason, done.token_ids) == ("stop", ending.ids[:1])
+
+    def test_a_stop_token_does_not_end_the_others(self, llm: LLM, ending: Ending) -> None:
+        pair = [ending.prompt, ending.other]
+        found = run(llm, pair, stop_token_ids=[ending.word])
+        assert found == [ending.ids[:4], run(llm, ending.other)[0]]
+
+    def test_eos(self, ends_early: LLM, ending: Ending) -> None:
+        done = self.end(ends_early, ending)
+        assert (done.finish_reason, done.token_ids) == ("eos", ending.ids[:4])
+
+    def test_ignore_eos(self, ends_early: LLM, ending: Ending) -> None:
+        done = self.end(ends_early, ending, ignore_eos=True)
+        assert (done.finish_reason, done.token_ids) == ("length", ending.ids)
+
+    def test_ignore_eos_does_not_ignore_stop_tokens(self, ends_early: LLM, ending: Ending) -> None:
+        done = self.end(ends_early, ending, ignore_eos=True, stop_token_ids=[ending.word])
         assert done.finish_reason == "stop"
 
-    def test_a_stop_token_does_not_end_the_others(self, llm: LLM, greedy) -> None:
-        everything = deinfer_jax.generate(
-            llm, [[5, 6], [7, 8, 9]], max_new_tokens=9, stop_token_ids=[greedy[3]], ignore_eos=True
-        )
-        assert everything[1].token_ids == run(llm, [7, 8, 9], new=9)[0]
-
-    def test_eos(self, ending: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(ending, [5, 6], max_new_tokens=9)
-        assert (done.finish_reason, done.token_ids) == ("eos", greedy[:4])
-
-    def test_ignore_eos(self, ending: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(ending, [5, 6], max_new_tokens=9, ignore_eos=True)
-        assert (done.finish_reason, done.token_ids) == ("length", greedy)
-
-    def test_ignore_eos_does_not_ignore_stop_tokens(self, ending: LLM, greedy) -> None:
-        (done,) = deinfer_jax.generate(
-            ending, [5, 6], max_new_tokens=9, ignore_eos=True, stop_token_ids=[greedy[3]]
-        )
-        assert done.finish_reason == "stop"
-
-    def test_slots_of_ended_requests_are_used_by_the_next(self, ending: LLM, greedy) -> None:
-        done = deinfer_jax.generate(ending, [[5, 6], *prompts()], max_new_tokens=9)
+    def test_slots_of_ended_requests_are_used_by_the_next(
+        self, ends_early: LLM, ending: Ending
+    ) -> None:
+        done = deinfer_jax.generate(ends_early, [ending.prompt, *prompts()], max_new_tokens=9)
         assert done[0].finish_reason == "eos"
         assert len(done) == 12
-        check_idle(ending)
+        check_idle(ends_early)
 
-    def test_an_end_with_a_step_in_flight(self, llm: LLM, ahead, greedy) -> None:
+    def test_an_end_with_a_step_in_flight(self, llm: LLM, ahead, ending: Ending) -> None:
         # The step that is in flight runs the ended request once more; nobody may see it.
-        options: Any = dict(stop_token_ids=[greedy[3]], max_new_tokens=9)
-        everything = [[5, 6], *prompts()]
-        found = tokens(deinfer_jax.generate(llm, everything, **options))
+        everything = [ending.prompt, *prompts()]
+        found = run(llm, everything, stop_token_ids=[ending.word])
         llm.engine.ahead = 0
-        assert found == tokens(deinfer_jax.generate(llm, everything, **options))
-        assert found[0] == greedy[:4]
+        assert found == run(llm, everything, stop_token_ids=[ending.word])
+        assert found[0] == ending.ids[:4]
 
     def test_the_longest_that_fits(self, llm: LLM) -> None:
         (done,) = deinfer_jax.generate(llm, [5] * 100, max_new_tokens=28, ignore_eos=True)
@@ -260,9 +283,7 @@ class TestCompletion:
         assert done.text == ""  # no tokenizer
 
     def test_timing(self, llm: LLM) -> None:
-        first, second = deinfer_jax.generate(
-            llm, [[5, 6], [7]], max_new_tokens=5, ignore_eos=True
-        )
+        first, second = deinfer_jax.generate(llm, [[5, 6], [7]], max_new_tokens=5, ignore_eos=True)
         for timing in (first.timing, second.timing):
             assert timing.ttft_s is not None and 0 < timing.ttft_s < 60
             assert timing.itl_s is not None and 0 < timing.itl_s < 60
@@ -370,12 +391,17 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+def refuse(llm: LLM, what: Any, options: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"max_new_tokens": 3} | options
+    deinfer_jax.generate(llm, what, **arguments)
+
+
 class TestBadInput:
     @pytest.mark.parametrize("name", BAD)
     def test_is_refused(self, llm: LLM, name: str) -> None:
         what, options, message = BAD[name]
         with pytest.raises(ValueError, match=message):
-            deinfer_jax.generate(llm, what, **({"max_new_tokens": 3} | options))
+            refuse(llm, what, options)
 
     def test_nothing_runs_before_everything_is_checked(
         self, llm: LLM, monkeypatch: pytest.MonkeyPatch
@@ -384,7 +410,7 @@ class TestBadInput:
         monkeypatch.setattr(llm.runner, "_run", lambda *arguments: dispatched.append(arguments))
         for what, options, _ in BAD.values():
             with pytest.raises((ValueError, TypeError, OverflowError)):
-                deinfer_jax.generate(llm, what, **({"max_new_tokens": 3} | options))
+                refuse(llm, what, options)
         assert dispatched == []
 
     def test_unknown_argument(self, llm: LLM) -> None:
@@ -398,7 +424,7 @@ class TestBadInput:
         before = run(llm, [5, 6])
         for what, options, _ in BAD.values():
             with pytest.raises((ValueError, TypeError, OverflowError)):
-                deinfer_jax.generate(llm, what, **({"max_new_tokens": 3} | options))
+                refuse(llm, what, options)
         assert run(llm, [5, 6]) == before
 
     def test_an_interrupted_run_leaves_the_model_usable(
@@ -475,88 +501,92 @@ def plant_nan(llm: LLM, word: int) -> None:
     weights["embedding"]["weight"] = table.at[word].set(jnp.nan)
 
 
-class TestNotANumber:
-    @pytest.fixture
-    def broken(self, load_tiny) -> LLM:
-        llm = load_tiny(max_batch=3)
-        plant_nan(llm, 7)
-        return llm
+@pytest.fixture(scope="module")
+def bad_word(llm: LLM) -> int:
+    """A word that occurs in no prompt and no continuation."""
+    seen = {
+        word
+        for setting in (GREEDY, SAMPLED)
+        for ids in run(llm, prompts(), **setting)
+        for word in ids
+    }
+    return min(set(range(60, 97)) - seen)
 
-    def test_only_that_request_ends_with_an_error(self, llm: LLM, broken: LLM) -> None:
-        everything = [[5, 6], [5, 7, 6], [8, 9, 10]]
+
+@pytest.fixture
+def broken(load_tiny, bad_word: int) -> LLM:
+    """The shared model, but for that word."""
+    llm = load_tiny(max_batch=3)
+    plant_nan(llm, bad_word)
+    return llm
+
+
+class TestNotANumber:
+    def test_only_that_request_ends_with_an_error(self, broken: LLM, bad_word: int) -> None:
+        everything = [[5, 6], [5, bad_word, 6], [8, 9, 10]]
         done = deinfer_jax.generate(broken, everything, max_new_tokens=9)
         assert [one.finish_reason == "error" for one in done] == [False, True, False]
 
-    def test_the_error_says_where(self, broken: LLM) -> None:
-        (done,) = deinfer_jax.generate(broken, [5, 7, 6], max_new_tokens=9)
+    def test_the_error_says_where(self, broken: LLM, bad_word: int) -> None:
+        (done,) = deinfer_jax.generate(broken, [5, bad_word, 6], max_new_tokens=9)
         assert done.token_ids == ()
         assert done.error is not None and "position 3" in done.error
         assert done.timing.ttft_s is None and done.timing.itl_s is None
 
     @pytest.mark.parametrize("setting", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-    def test_neighbours_are_untouched(self, llm: LLM, broken: LLM, setting: Any) -> None:
-        bad, good = [5, 7, 6] * 10, [p for p in prompts() if 7 not in p]
-        mixed = [bad, *good[:2], bad, *good[2:]]
-        # Word 7 may come up in sampling: then both runs must go on with another.
-        expected = run(llm, good, new=6, **setting)
-        assert not any(7 in ids for ids in expected)
-        found = run(broken, mixed, new=6, **setting)
-        assert [ids for i, ids in enumerate(found) if i not in (0, 3)] == expected
+    def test_neighbours_are_untouched(
+        self, llm: LLM, broken: LLM, bad_word: int, setting: dict[str, Any]
+    ) -> None:
+        bad, good = [5, bad_word, 6] * 10, prompts()
+        found = run(broken, [bad, *good[:2], bad, *good[2:]], **setting)
+        assert [found[0], found[3]] == [(), ()]
+        assert [*found[1:3], *found[4:]] == run(llm, good, **setting)
 
-    def test_pages_are_clean_for_the_next(self, llm: LLM, broken: LLM) -> None:
-        deinfer_jax.generate(broken, [[7] * 100] * 3, max_new_tokens=9)
+    def test_pages_are_clean_for_the_next(self, llm: LLM, broken: LLM, bad_word: int) -> None:
+        deinfer_jax.generate(broken, [[bad_word] * 100] * 3, max_new_tokens=9)
         check_idle(broken)
-        good = [p for p in prompts() if 7 not in p]
-        assert run(broken, good, new=6) == run(llm, good, new=6)
+        assert run(broken, prompts()) == run(llm, prompts())
 
-    def test_pages_are_clean_after_logits(self, llm: LLM, broken: LLM) -> None:
-        assert np.isnan(broken.logits([7] * 100)).any()
-        good = [p for p in prompts() if 7 not in p]
-        assert run(broken, good, new=6) == run(llm, good, new=6)
+    def test_pages_are_clean_after_logits(self, llm: LLM, broken: LLM, bad_word: int) -> None:
+        assert np.isnan(broken.logits([bad_word] * 100)).any()
+        assert run(broken, prompts()) == run(llm, prompts())
 
-    def test_pages_are_clean_after_an_interrupted_run(self, llm: LLM, broken: LLM) -> None:
+    def test_pages_are_clean_after_an_interrupted_run(
+        self, llm: LLM, broken: LLM, bad_word: int
+    ) -> None:
         broken.engine.ahead = 1  # the broken prompt is on the device when the interrupt comes
 
         def interrupt(request: object) -> None:
             raise KeyboardInterrupt
 
-        requests = [Request(p, Sampling(max_new_tokens=9)) for p in ([5], [7] * 100)]
+        requests = [Request(p, Sampling(max_new_tokens=9)) for p in ([5], [bad_word] * 100)]
         with pytest.raises(KeyboardInterrupt):
             broken.engine.run(requests, on_token=interrupt)
-        good = [p for p in prompts() if 7 not in p]
-        assert run(broken, good, new=6) == run(llm, good, new=6)
+        assert run(broken, prompts()) == run(llm, prompts())
 
     @pytest.mark.parametrize("steps_and_ahead", [(4, 0), (1, 1)], ids=str)
     def test_pages_are_clean_after_an_end_that_breaks(
-        self, llm: LLM, load_tiny, steps_and_ahead: tuple[int, int]
+        self, llm: LLM, load_tiny, ending: Ending, steps_and_ahead: tuple[int, int]
     ) -> None:
         # The device runs the end token before the host knows that it was one.
-        steps, ahead = steps_and_ahead
-        (well,) = run(llm, [5, 6])
-        other = load_tiny(max_batch=3, decode_steps=steps)
-        other.engine.ahead = ahead
-        plant_nan(other, well[2])
-        (done,) = deinfer_jax.generate(
-            other, [5, 6], max_new_tokens=12, stop_token_ids=[well[2]], ignore_eos=True
-        )
-        assert (done.finish_reason, done.token_ids) == ("stop", well[:3])
-        good = [p for p in prompts() if well[2] not in p]
-        assert run(other, good, new=2) == run(llm, good, new=2)
+        other = load_tiny(max_batch=3, decode_steps=steps_and_ahead[0])
+        other.engine.ahead = steps_and_ahead[1]
+        plant_nan(other, ending.word)
+        ((*_, last),) = run(other, ending.prompt, stop_token_ids=[ending.word])
+        assert last == ending.word
+        assert run(other, ending.other) == run(llm, ending.other)
 
     @pytest.mark.parametrize("steps_and_ahead", [(1, 0), (4, 0), (1, 1)], ids=str)
     def test_a_word_that_breaks_the_continuation(
-        self, llm: LLM, load_tiny, steps_and_ahead: tuple[int, int]
+        self, load_tiny, ending: Ending, steps_and_ahead: tuple[int, int]
     ) -> None:
-        (well,) = run(llm, [5, 6])
-        word = well[4]
-        assert word not in (*well[:4], 5, 6)
         other = load_tiny(max_batch=3, decode_steps=steps_and_ahead[0])
         other.engine.ahead = steps_and_ahead[1]
-        plant_nan(other, word)
-        (done,) = deinfer_jax.generate(other, [5, 6], max_new_tokens=12, ignore_eos=True)
+        plant_nan(other, ending.word)
+        (done,) = deinfer_jax.generate(other, ending.prompt, max_new_tokens=12, ignore_eos=True)
         # It is still drawn itself; the token after it cannot be.
-        assert (done.finish_reason, done.token_ids) == ("error", well[:5])
-        assert done.error is not None and "position 7" in done.error
+        assert (done.finish_reason, done.token_ids) == ("error", ending.ids[:4])
+        assert done.error is not None and f"position {len(ending.prompt) + 4}" in done.error
 
     def test_all_weights(self, load_tiny) -> None:
         llm = load_tiny(max_batch=2)

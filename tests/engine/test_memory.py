@@ -126,7 +126,7 @@ class TestChoosePages:
     """Pages of 4096 bytes; weights of 1 GiB."""
 
     def choose(self, config, **changes: Any) -> int:
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             weights=GIB,
             batch=4,
             context=128,

@@ -75,7 +75,7 @@ class TestDonation:
 
 
 def start(llm: LLM, prompt: list[int], slot: int, pages: list[int], **sampling: Any) -> Request:
-    request = Request(prompt, Sampling(**({"max_new_tokens": 9} | sampling)))
+    request = Request(prompt, Sampling(max_new_tokens=9, **sampling))
     request.slot, request.pages = slot, pages
     return request
 
@@ -104,9 +104,7 @@ class TestState:
         assert sampling.top_p[2] == 0.75
         assert sampling.min_p[2] == 0.25
 
-    def test_prefill_touches_no_other_slot(
-        self, llm: LLM, prefilled: tuple[Request, int]
-    ) -> None:
+    def test_prefill_touches_no_other_slot(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         state = jax.device_get(llm.runner.state)
         others = [0, 1, 3]
         assert not state.tokens[others].any() and not state.limits[others].any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,7 +131,8 @@ class TestFilters:
             min_p=jnp.array([0, 0, 0, 0.2], jnp.float32),
         )
         ours = np.asarray(jitted_filter(logits, mixed))
-        for row, setting in enumerate((dict(), dict(top_k=3), dict(top_p=0.3), dict(min_p=0.2))):
+        settings: list[Any] = [dict(), dict(top_k=3), dict(top_p=0.3), dict(min_p=0.2)]
+        for row, setting in enumerate(settings):
             alone = jitted_filter(logits[row : row + 1], params(1, **setting))
             np.testing.assert_array_equal(ours[row], np.asarray(alone)[0])
 
@@ -250,11 +253,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def many_draws(logits: np.ndarray, rows: int = 20_000, **setting: float) -> np.ndarray:
+def many_draws(logits: np.ndarray, rows: int = 20_000, **setting: Any) -> np.ndarray:
     """Counts of words drawn by one request at ``rows`` positions."""
     tiled = np.tile(logits, (rows, 1))
     same_key = np.repeat(keys(1, seed=5), rows, axis=0)
-    drawn = draw(tiled, same_key, np.arange(rows), params(rows, **setting))  # pyright: ignore[reportArgumentType]
+    drawn = draw(tiled, same_key, np.arange(rows), params(rows, **setting))
     return np.bincount(drawn, minlength=len(logits))
 
 

@@ -52,9 +52,9 @@ def test_against_transformers() -> None:
 
     theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=N * H, num_attention_heads=N, head_dim=H))
     q, k = random(T, N, H), random(T, N, H, seed=1)
-    as_torch = [torch.from_numpy(x.transpose(1, 0, 2)[None].copy()) for x in (q, k)]
-    cos, sin = theirs(as_torch[0], torch.from_numpy(POSITIONS.astype(np.int64))[None])
-    expected = apply_rotary_pos_emb(*as_torch, cos, sin)
+    q_torch, k_torch = (torch.from_numpy(x.transpose(1, 0, 2)[None].copy()) for x in (q, k))
+    cos, sin = theirs(q_torch, torch.from_numpy(POSITIONS.astype(np.int64))[None])
+    expected = apply_rotary_pos_emb(q_torch, k_torch, cos, sin)
     for x, theirs_out in zip((q, k), expected, strict=True):
         np.testing.assert_allclose(
             rotated(x, POSITIONS), theirs_out[0].numpy().transpose(1, 0, 2), atol=2e-3

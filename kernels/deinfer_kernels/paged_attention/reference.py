@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from deinfer_kernels.precision import einsum_float32
+
 __all__ = ["paged_attention"]
 
 
@@ -24,9 +26,9 @@ def paged_attention(
 
     pages = pool[block_table]  # [B, M, 2, K, S, H]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum(
-        "bkgh,bmksh->bkgms", grouped, pages[:, :, 0], preferred_element_type=jnp.float32
-    ).reshape(batch, kv_heads, -1, tokens)
+    scores = einsum_float32("bkgh,bmksh->bkgms", grouped, pages[:, :, 0]).reshape(
+        batch, kv_heads, -1, tokens
+    )
 
     position = jnp.arange(tokens, dtype=jnp.int32)[None, :]
     seen = position < lengths[:, None]
@@ -41,10 +43,9 @@ def paged_attention(
     weights = jnp.where(seen, jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
     total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     weights = (weights / total).astype(pool.dtype)
-    out = jnp.einsum(
+    out = einsum_float32(
         "bkgms,bmksh->bkgh",
         weights.reshape(batch, kv_heads, -1, block_table.shape[1], page_size),
         pages[:, :, 1],
-        preferred_element_type=jnp.float32,
     )
     return out.reshape(batch, heads, width).astype(q.dtype)
