@@ -16,7 +16,7 @@ help: ## list the targets
 	@echo "usage: make <target> [PYTHON=python3.x]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.demo ## decompose and run a small model (installs the runtime dependencies only)
+demo: $(VENV)/.demo ## a small model answers three questions (installs the runtime dependencies only)
 	$(BIN)/python -m deinfer_jax.demo
 
 test: check ## check, then the tests but the slow ones

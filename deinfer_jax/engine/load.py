@@ -62,7 +62,8 @@ def load(
         tensor_parallel: devices; None or 1.
         kv_cache: ``"full"``, or ``"auto"`` which is the same until a model has latents.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for weights, cache and activations;
-            None = the checkpoint's on a GPU, float32 on a CPU.
+            None = the checkpoint's on a GPU, float32 on a CPU. Products of float32 are full precision,
+            on a GPU too (not TensorFloat-32).
         max_batch: sequences that decode together; None = 64 on a GPU, 8 on a CPU.
         max_context: most tokens of a sequence; None = what the model was made for, or what the
             cache holds if less.

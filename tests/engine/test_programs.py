@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from deinfer_jax.engine import programs
 from deinfer_jax.engine.memory import MemoryPlan
 from deinfer_jax.engine.request import Request, Sampling
 from deinfer_jax.engine.runner import Buckets, fit, powers_of_two
+from deinfer_jax.engine.sampler import NOT_A_NUMBER
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 
 PROGRAMS = [("prefill", 32, 8, 1), ("decode", 4, 8, 1), ("decode", 4, 8, 4), ("score", 32, 8, 1)]
@@ -144,6 +146,33 @@ class TestState:
         monkeypatch.setattr(llm.runner, "_run", spy)
         llm.runner.decode(DecodeStep((prefilled[0],), 4, 7))
         assert [array.tolist() for array in sent] == [[2, 4]]
+
+
+class TestBrokenRows:
+    """A row whose logits are not numbers stops on the device, before the host has seen it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def broken(cls, load_tiny) -> LLM:
+        llm = load_tiny(decode_steps=4)
+        table = llm.runner.weights["embedding"]["weight"]
+        llm.runner.weights["embedding"]["weight"] = table.at[7].set(jnp.nan)
+        return llm
+
+    def test_after_a_prompt(self, broken: LLM) -> None:
+        request = start(broken, [5, 7, 6], 1, [3])
+        token = broken.runner.prefill(PrefillStep(request, 0, 3, True))
+        assert int(token) == NOT_A_NUMBER
+        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), 4, 7)))
+        assert (drawn[:, 0] == programs.IDLE).all()
+
+    def test_while_decoding(self, broken: LLM) -> None:
+        request = start(broken, [5, 6], 1, [4])  # not the other test's page, which holds NaN
+        broken.runner.prefill(PrefillStep(request, 0, 2, True))
+        state = broken.runner.state
+        broken.runner.state = replace(state, tokens=state.tokens.at[1].set(7))
+        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), 4, 6)))
+        assert drawn[:, 0].tolist() == [NOT_A_NUMBER, *[programs.IDLE] * 3]
 
 
 @pytest.mark.parametrize("sampling", [dict(), dict(temperature=0.9, top_p=0.9)], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -208,20 +209,18 @@ class TestContract:
 
 
 class TestProduct:
-    def test_float32(self) -> None:
-        w = np.random.default_rng(0).standard_normal((7, D)).astype(np.float32)
-        ours = product(jnp.asarray(w), jnp.asarray(random_x()))
-        np.testing.assert_allclose(np.asarray(ours), random_x() @ w.T, atol=1e-5)
+    @pytest.mark.parametrize("rows", [1, 2, 7, 128, 129, 300])
+    def test_float32(self, rows: int) -> None:
+        rng = np.random.default_rng(0)
+        w, x = (rng.standard_normal((n, D)).astype(np.float32) for n in (7, rows))
+        ours = jax.jit(product)(jnp.asarray(w), jnp.asarray(x))
+        np.testing.assert_allclose(np.asarray(ours), x @ w.T, atol=1e-5)
 
     def test_bfloat16_accumulates_in_float32(self) -> None:
         # 1 + 1/512 · 512 = 2 in float32; in bfloat16 each small term would be lost.
         w = jnp.concatenate([jnp.ones((1, 1)), jnp.full((1, 512), 1 / 512)], axis=1)
         ours = product(w.astype(jnp.bfloat16), jnp.ones((1, 513), jnp.bfloat16))
         assert ours.dtype == jnp.bfloat16 and float(ours[0, 0]) == 2.0
-
-    def test_out_dtype(self) -> None:
-        ones: Any = jnp.ones((2, 3), jnp.bfloat16)
-        assert product(ones, ones, jnp.float32).dtype == jnp.float32
 
 
 class TestSlice:
