@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, FileNotFoundError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         print(f"deinfer {args.command}: {error}", file=sys.stderr)
         return 1
 
@@ -115,9 +115,11 @@ def _generate(args: argparse.Namespace) -> int:
             }
             print(json.dumps(record))
         elif args.chat:
-            print(f"> {prompt}\n{completion.error or completion.text}\n")
+            print(f"> {prompt}\n{completion.text}\n")
         else:
-            print(f"{prompt}{completion.error or completion.text}\n")
+            print(f"{prompt}{completion.text}\n")
+        if completion.error:
+            print(f"deinfer generate: {prompt!r}: {completion.error}", file=sys.stderr)
     return 1 if any(completion.error for completion in completions) else 0
 
 

@@ -162,6 +162,8 @@ class RopeConfig:
         ):  # transformers scales from max_position_embeddings, whatever else is written
             original = max_position
         factor = params.get("factor")
+        if factor is None and kind != "yarn":
+            raise ValueError(f"rope scaling {kind!r} needs a factor, got none")
         optional = {
             name: params[name]
             for name in (
@@ -322,6 +324,7 @@ class ModelConfig:
                 f"the checkpoint is quantised ({method}); expected float32, bfloat16 or float16 "
                 "weights"
             )
+        hf = {**_DEFAULTS[model_type], **hf}
         required = (
             "vocab_size",
             "hidden_size",
@@ -355,8 +358,25 @@ class ModelConfig:
         )
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields changed."""
+        """A copy with some fields changed; windows that are all equal follow ``num_layers``."""
+        if "num_layers" in changes and len(set(self.windows)) == 1:
+            changes.setdefault("windows", self.windows[:1] * changes["num_layers"])
         return dataclasses.replace(self, **changes)
+
+
+# What transformers assumes where a config.json leaves a field out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    },
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+    | {"max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+    | {"max_position_embeddings": 32768, "head_dim": 128},
+}
 
 
 def _llama_fields(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,22 +71,29 @@ class PageAllocator:
 
     def share(self, pages: Sequence[int]) -> None:
         """Adds a reference to pages that somebody holds."""
+        self._check_held("share", Counter(dict.fromkeys(pages, 1)))
         for page in pages:
-            if self._references[page] < 1:
-                raise ValueError(f"share: page {page} is free")
             self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> list[int]:
         """Drops a reference to each page; returns those that became free."""
+        self._check_held("release", Counter(pages))
         freed = []
         for page in pages:
-            if self._references[page] < 1:
-                raise ValueError(f"release: page {page} is free already")
             self._references[page] -= 1
             if self._references[page] == 0:
                 freed.append(page)
         self._free += len(freed)
         return freed
+
+    def _check_held(self, what: str, wanted: Counter[int]) -> None:
+        """Before anything changes, so that a wrong call loses nothing."""
+        for page, count in wanted.items():
+            if self._references[page] < count:
+                raise ValueError(
+                    f"{what}: page {page} has {self._references[page]} references, expected at "
+                    f"least {count}"
+                )
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError, with the counts, unless the references are exactly what

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
-import numpy as np
 
 from deinfer_jax.config import ModelConfig
 
@@ -25,18 +24,17 @@ CacheKind = Literal["auto", "full", "latent", "full+latent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullLayout:
-    """K (after RoPE) and V of one layer, pool [P + 1, 2, K, S, H].
+    """K (after RoPE) and V of one layer, pool [P, 2, K, S, H].
 
-    One page of one head is contiguous, [S, H], so that it is one TMA box. Page P is never written
-    and stays zero: table entries that are not used point there.
+    One page of one head is contiguous, [S, H], so that it is one TMA box.
     """
 
     kv_heads: int
     head_dim: int
 
     def pool_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """Shape of the layer's pool for ``num_pages`` usable pages."""
-        return (num_pages + 1, 2, self.kv_heads, page_size, self.head_dim)
+        """Shape of the layer's pool."""
+        return (num_pages, 2, self.kv_heads, page_size, self.head_dim)
 
     @property
     def elements_per_token(self) -> int:
@@ -69,10 +67,8 @@ class CacheLayout:
         return -(-tokens // self.page_size)
 
     def pool_bytes(self, num_pages: int) -> int:
-        """Device bytes of all pools, the null page included."""
-        itemsize = jnp.dtype(self.dtype).itemsize
-        shapes = (layer.pool_shape(num_pages, self.page_size) for layer in self.layers)
-        return sum(int(np.prod(shape)) for shape in shapes) * itemsize
+        """Device bytes of all pools."""
+        return num_pages * self.bytes_per_page
 
 
 def default_page_size(platform: str) -> int:

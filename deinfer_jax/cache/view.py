@@ -19,7 +19,7 @@ from deinfer_kernels.precision import einsum_float32
 
 __all__ = ["CacheView", "DecodeView", "LayerPool", "PrefillView"]
 
-LayerPool = Array  # full layout: [P + 1, 2, K, S, H]
+LayerPool = Array  # full layout: [P, 2, K, S, H]
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class PrefillView:
     the bucket's T.
 
     Attributes:
-        block_table: int32 [M], the sequence's pages from position 0 on, padded with the null page.
+        block_table: int32 [M], the sequence's pages from position 0 on, padded with any page.
         start: tokens of the sequence that are in the cache already.
         length: real tokens in the chunk; the rest is padding, is written nowhere and gives garbage
             out.
@@ -73,7 +73,8 @@ class PrefillView:
         real = jnp.arange(count, dtype=jnp.int32) < self.length
         page = self.block_table.at[position // pool.shape[3]].get(mode="clip")
         pool = _append(pool, page, position, k, v, real)
-        return _attend_chunk(q, pool[self.block_table], position, scale, window), pool
+        end = self.start + self.length
+        return _attend_chunk(q, pool[self.block_table], position, end, scale, window), pool
 
 
 @struct.dataclass
@@ -81,7 +82,7 @@ class DecodeView:
     """One new token of each sequence.
 
     Attributes:
-        block_table: int32 [B, M], pages of each sequence, padded with the null page.
+        block_table: int32 [B, M], pages of each sequence, padded with any page.
         lengths: int32 [B], tokens in the cache before this one, which is the new token's position.
         active: rows that are in use; the others write nothing and give zeros.
         implementation: of paged attention, see ``deinfer_kernels``.
@@ -123,7 +124,7 @@ class DecodeView:
 
 
 def _append(
-    pool: LayerPool,  # [P + 1, 2, K, S, H]
+    pool: LayerPool,  # [P, 2, K, S, H]
     page: Array,  # [T]
     position: Array,  # [T]
     k: Array,  # [T, K, H]
@@ -141,6 +142,7 @@ def _attend_chunk(
     q: Array,  # [T, N, H]
     pages: Array,  # [M, 2, K, S, H]
     position: Array,  # [T]
+    end: Array,  # (), tokens of the sequence in the cache
     scale: float,
     window: int | None,
 ) -> Array:  # [T, N, H]
@@ -155,5 +157,7 @@ def _attend_chunk(
         seen &= context > position[:, None] - window
     scores = jnp.where(seen[None, None], scores * scale, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
-    out = einsum_float32("kgtc,kch->tkgh", weights, kv[1])
+    # What lies behind the end is somebody else's and may be NaN, which a weight of 0 would keep.
+    values = jnp.where((context < end)[0, :, None], kv[1], jnp.zeros((), kv.dtype))
+    out = einsum_float32("kgtc,kch->tkgh", weights, values)
     return out.reshape(count, heads, width).astype(q.dtype)

@@ -96,7 +96,7 @@ class Engine:
             position = len(request.prompt) + len(request.generated)
             request.error = f"the logits of the token at position {position} are not finite"
             request.finish_reason = "error"
-            self.runner.scrub(self.scheduler.finish(request))
+            self.scheduler.finish(request)
             return
         request.generated.append(token)
         request.times.append(now)

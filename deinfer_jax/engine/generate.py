@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from deinfer_jax.engine.request import FinishReason, Request, Sampling, prompt_h
 __all__ = ["Completion", "Timing", "generate"]
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
+Prompt = str | Sequence[Message] | Sequence[SupportsIndex] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int | Sequence[int] = 0,
+    seed: int | Sequence[int] | np.ndarray = 0,
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
 ) -> list[Completion]:
@@ -111,8 +110,9 @@ def generate(
             )
     llm.check_open()
     _check_parameters(max_new_tokens, temperature, top_k, top_p, min_p)
-    token_ids = _tokenize(llm, _as_list(prompts))
-    _check_lengths(llm, token_ids, max_new_tokens)
+    stops = _check_stop_ids(stop_token_ids, llm.config.vocab_size)
+    token_ids = _tokenize(llm, _as_list(prompts), max_new_tokens)
+    _check_capacity(llm, token_ids, max_new_tokens)
     seeds = _one_each(seed, len(token_ids))
 
     seen: dict[tuple[int, bytes], int] = {}
@@ -123,13 +123,13 @@ def generate(
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            top_k=top_k,
+            top_k=min(top_k, llm.config.vocab_size),
             top_p=top_p,
             min_p=min_p,
             seed=one_seed,
             sample_index=seen[twin],
             eos_token_ids=frozenset(() if ignore_eos else llm.eos_token_ids),
-            stop_token_ids=frozenset(stop_token_ids),
+            stop_token_ids=stops,
         )
         requests.append(Request(ids, sampling))
     llm.engine.run(requests)
@@ -142,7 +142,7 @@ def _completion(llm: LLM, request: Request) -> Completion:
     if llm.tokenizer is not None:
         ended = request.finish_reason in ("eos", "stop")
         visible = request.generated[:-1] if ended else request.generated
-        text = llm.tokenizer.decode(visible, skip_special_tokens=True)
+        text = _continuation(llm.tokenizer, list(request.prompt), visible)
     submitted, *arrivals = request.times
     return Completion(
         prompt_token_ids=tuple(request.prompt),
@@ -157,14 +157,31 @@ def _completion(llm: LLM, request: Request) -> Completion:
     )
 
 
+def _continuation(tokenizer: Any, prompt: list[int], generated: list[int]) -> str:
+    """Text of ``generated`` behind ``prompt``; alone, SentencePiece drops its leading space."""
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.decode([*prompt, *generated], skip_special_tokens=True)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(generated, skip_special_tokens=True)  # a character spans the seam
+
+
+def _check_stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+    ids = list(stop_token_ids)
+    bad = [token for token in ids if not _is_int(token) or not 0 <= token < vocab_size]
+    if bad:
+        raise ValueError(f"stop_token_ids: expected ids from 0 to {vocab_size - 1}, got {bad[:10]}")
+    return frozenset(map(int, ids))
+
+
 def _check_parameters(
     max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
-    if not isinstance(top_k, int) or top_k < 0:
+    if not 0 <= temperature <= np.finfo(np.float32).max:
+        raise ValueError(f"temperature: expected a float32 number >= 0, got {temperature!r}")
+    if not _is_int(top_k) or top_k < 0:
         raise ValueError(f"top_k: expected an integer >= 0, got {top_k!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
@@ -174,6 +191,10 @@ def _check_parameters(
 
 def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts from one prompt or several."""
+    if isinstance(prompts, Mapping):
+        raise ValueError(
+            f"prompts: a chat is a list of messages, got a single mapping with {sorted(prompts)}"
+        )
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
@@ -185,17 +206,24 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _is_int(item: object) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
-def _tokenize(llm: LLM, prompts: list[Any]) -> list[list[int]]:
-    """Token ids of every prompt; ValueError naming all prompts that have none."""
+def _tokenize(llm: LLM, prompts: list[Any], max_new_tokens: int) -> list[list[int]]:
+    """Token ids of every prompt; ValueError naming all prompts that have none or are too long."""
     token_ids, problems = [], []
     for index, prompt in enumerate(prompts):
         try:
-            token_ids.append(_tokenize_one(llm, prompt))
+            ids = _tokenize_one(llm, prompt)
         except ValueError as error:
             problems.append(f"prompt {index}: {error}")
+            continue
+        token_ids.append(ids)
+        if len(ids) + max_new_tokens > llm.max_context:
+            problems.append(
+                f"prompt {index}: {len(ids)} + {max_new_tokens} new tokens, expected at most "
+                f"max_context = {llm.max_context} together"
+            )
     if problems:
         raise ValueError("; ".join(problems))
     return token_ids
@@ -235,17 +263,7 @@ def _tokenize_one(llm: LLM, prompt: Any) -> list[int]:
     return check_token_ids(ids, llm.config.vocab_size, "prompt")
 
 
-def _check_lengths(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) -> None:
-    too_long = [
-        f"prompt {index} ({len(ids)} + {max_new_tokens} tokens)"
-        for index, ids in enumerate(token_ids)
-        if len(ids) + max_new_tokens > llm.max_context
-    ]
-    if too_long:
-        raise ValueError(
-            f"prompt and new tokens: expected at most max_context = {llm.max_context} tokens "
-            "together, got " + ", ".join(too_long)
-        )
+def _check_capacity(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) -> None:
     scheduler = llm.engine.scheduler
     capacity = scheduler.allocator.num_pages * scheduler.page_size
     too_big = [
@@ -256,21 +274,22 @@ def _check_lengths(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) ->
     if too_big:
         needed = max(len(ids) for ids in token_ids) + max_new_tokens
         layout = llm.cache_layout
-        least = (layout.pages_for(needed) + 1) * layout.bytes_per_page
+        least = layout.pages_for(needed) * layout.bytes_per_page
         raise ValueError(
             f"the cache holds {capacity} tokens in all, too few for {', '.join(too_big)}; "
             f"cache_bytes = {least} would do"
         )
 
 
-def _one_each(seed: int | Sequence[int], count: int) -> list[int]:
-    if isinstance(seed, Sequence):
-        seeds = list(seed)
-        if len(seeds) != count:
-            raise ValueError(f"seed: expected one, or one a prompt ({count}), got {len(seeds)}")
-    else:
-        seeds = [seed] * count
-    bad = [value for value in seeds if not _is_int(value) or not 0 <= int(value) < 2**64]
+def _one_each(seed: Any, count: int) -> list[int]:
+    seeds = [seed] * count if _is_int(seed) else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"seed: expected one, or one a prompt ({count}), got {len(seeds)}")
+    bad = [
+        f"{value!r} for prompt {index}"
+        for index, value in enumerate(seeds)
+        if not _is_int(value) or not 0 <= int(value) < 2**64
+    ]
     if bad:
-        raise ValueError(f"seed: expected integers from 0 to 2^64 - 1, got {bad[:5]}")
+        raise ValueError(f"seed: expected integers from 0 to 2^64 - 1, got {', '.join(bad)}")
     return [int(value) for value in seeds]

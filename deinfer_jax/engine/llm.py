@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -72,6 +73,7 @@ class LLM:
 
     def memory_plan(self) -> MemoryPlan:
         """Bytes of weights, cache and temporaries of the programs compiled so far."""
+        self.check_open()
         return self.runner.memory_plan()
 
     def warm_up(self, *, progress: bool | None = None) -> None:
@@ -104,6 +106,11 @@ class LLM:
                 f"got {len(tokens)}"
             )
         scheduler, layout = self.engine.scheduler, self.runner.layout
+        if layout.pages_for(len(tokens)) > scheduler.allocator.num_free:
+            raise ValueError(
+                "logits: the cache holds "
+                f"{scheduler.allocator.num_free * layout.page_size} tokens, got {len(tokens)}"
+            )
         pages = scheduler.allocator.allocate(layout.pages_for(len(tokens)))
         try:
             step = self.runner.buckets.chunk[-1]
@@ -141,7 +148,10 @@ class LLM:
 def check_token_ids(token_ids: Iterable[Any], vocab_size: int, what: str) -> list[int]:
     """Token ids as a list of int; ValueError if there are none or one is not in 0 … vocab_size −
     1."""
-    tokens = [int(token) for token in token_ids]
+    try:
+        tokens = [operator.index(token) for token in token_ids]
+    except TypeError as error:
+        raise ValueError(f"{what}: expected integer token ids ({error})") from None
     if not tokens:
         raise ValueError(f"{what}: expected at least one token, got none")
     bad = [token for token in tokens if not 0 <= token < vocab_size]

@@ -26,7 +26,7 @@ from deinfer_jax.engine.scheduler import Scheduler
 from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import build
 from deinfer_jax.parallel.strategy import get_strategy
-from deinfer_kernels.dispatch import check_implementation
+from deinfer_kernels import check_available
 
 __all__ = ["load"]
 
@@ -62,8 +62,8 @@ def load(
         tensor_parallel: devices; None or 1.
         kv_cache: ``"full"``, or ``"auto"`` which is the same until a model has latents.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for weights, cache and activations;
-            None = the checkpoint's on a GPU, float32 on a CPU. Products of float32 are full precision,
-            on a GPU too (not TensorFloat-32).
+            None = the checkpoint's on a GPU, float32 on a CPU. Products of float32 are full
+            precision, on a GPU too (not TensorFloat-32).
         max_batch: sequences that decode together; None = 64 on a GPU, 8 on a CPU.
         max_context: most tokens of a sequence; None = what the model was made for, or what the
             cache holds if less.
@@ -93,7 +93,7 @@ def load(
         prefill_chunk=prefill_chunk,
         decode_steps=decode_steps,
     )
-    check_implementation(implementation)
+    check_available(implementation)
     placement = get_strategy(strategy, 1 if tensor_parallel is None else tensor_parallel)
     _use_compilation_cache()
 
@@ -104,7 +104,14 @@ def load(
         checkpoint = open_checkpoint(Path(path_or_config))
         config = checkpoint.config
     dtype = _choose_dtype(dtype, config, on_gpu)
-    layout = choose_layout(config, kv_cache, page_size or default_page_size(device.platform), dtype)
+    if page_size is None:
+        page_size = default_page_size(device.platform)
+    layout = choose_layout(
+        config,
+        kv_cache,
+        page_size,
+        dtype,
+    )
     batch = max_batch or (64 if on_gpu else 8)
     context = _choose_context(config, max_context)
     model = partial(build, config, strategy=placement, dtype=jnp.dtype(dtype))

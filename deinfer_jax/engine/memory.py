@@ -115,7 +115,7 @@ def choose_pages(
     cache_bytes: int | None,
     available: int | None,
 ) -> int:
-    """Usable pages of the cache; the pools have one more, the null page.
+    """Pages of the cache.
 
     Args:
         layout: of the cache.
@@ -132,18 +132,18 @@ def choose_pages(
     """
     wanted, least = batch * layout.pages_for(context), layout.pages_for(least_context)
     if cache_bytes is not None:
-        pages = min(cache_bytes // layout.bytes_per_page - 1, wanted)
+        pages = min(cache_bytes // layout.bytes_per_page, wanted)
         if pages < 1:
             raise ValueError(
-                f"cache_bytes: expected at least {2 * layout.bytes_per_page} (one page of "
-                f"{layout.page_size} tokens and the null page), got {cache_bytes}"
+                f"cache_bytes: expected at least {layout.bytes_per_page} (one page of "
+                f"{layout.page_size} tokens), got {cache_bytes}"
             )
         return pages
     if available is None:
         return min(wanted, max(CPU_CACHE_BYTES // layout.bytes_per_page, least))
     temporaries = _guess_temporaries(config, layout, context)
     room = int(available * GPU_FRACTION) - weights - temporaries
-    pages = min(wanted, room // layout.bytes_per_page - 1)
+    pages = min(wanted, room // layout.bytes_per_page)
     if pages < least:
         MemoryPlan(
             weights=weights,

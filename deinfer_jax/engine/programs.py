@@ -32,7 +32,6 @@ __all__ = [
     "empty_state",
     "prefill",
     "score",
-    "scrub",
 ]
 
 Weights = Any  # pure dict of arrays, as nnx.to_pure_dict gives it
@@ -47,7 +46,7 @@ class BatchState:
         tokens: int32 [B], last token drawn, the next one to run.
         lengths: int32 [B], tokens in the cache.
         limits: int32 [B], the row runs while lengths < limits.
-        block_tables: int32 [B, M], pages in order, padded with the null page.
+        block_tables: int32 [B, M], pages in order, padded with any page.
         keys: uint32 [B, 2], see ``sampler.request_key``.
         sampling: parameters, a row each.
     """
@@ -71,7 +70,7 @@ class PromptChunk:
         length: int32 (), real tokens here.
         slot: int32 ().
         limit: int32 (), tokens in the cache at which the request ends.
-        block_table: int32 [M], padded with the null page.
+        block_table: int32 [M], padded with any page.
         key_words: uint32 [5], see ``sampler.request_key``.
         sampling: parameters, scalars.
     """
@@ -86,7 +85,7 @@ class PromptChunk:
     sampling: SamplingParams
 
 
-def empty_state(max_batch: int, max_pages: int, null_page: int) -> BatchState:
+def empty_state(max_batch: int, max_pages: int) -> BatchState:
     """State of ``max_batch`` idle slots with tables of ``max_pages`` entries."""
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
@@ -96,7 +95,7 @@ def empty_state(max_batch: int, max_pages: int, null_page: int) -> BatchState:
         tokens=zeros(),
         lengths=zeros(),
         limits=zeros(),
-        block_tables=jnp.full((max_batch, max_pages), null_page, jnp.int32),
+        block_tables=zeros(max_pages),
         keys=zeros(2, dtype=jnp.uint32),
         sampling=SamplingParams(
             temperature=zeros(dtype=jnp.float32),
@@ -220,9 +219,3 @@ def score(
     model = nnx.merge(graph, weights)
     x, pools = model(tokens, pools, PrefillView(block_table, start, length))
     return pools, model.logits(x)
-
-
-def scrub(pools: list[LayerPool], pages: Int32[Array, " M"]) -> list[LayerPool]:
-    """Zeroes pages. A NaN left in a page would survive its weight of 0 in the next holder's
-    attention."""
-    return [pool.at[pages].set(jnp.zeros((), pool.dtype), mode="drop") for pool in pools]

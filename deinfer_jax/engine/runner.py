@@ -86,7 +86,7 @@ class Buckets:
     ) -> Buckets:
         """Powers of two, from 2 rows, 32 prompt tokens and 128 tokens' pages on."""
         max_pages = -(-max_context // page_size)
-        longest = min(prefill_chunk, powers_of_two(16, max_context)[-1])
+        longest = min(prefill_chunk, max_context)
         pages = powers_of_two(min(-(-128 // page_size), max_pages), max_pages)
         return cls(
             batch=powers_of_two(2, max(2, max_batch)),
@@ -123,7 +123,7 @@ class Runner:
         graph: structure of the model.
         weights: its parameters, on ``device``.
         layout: of the cache.
-        num_pages: usable pages of each pool.
+        num_pages: pages of each pool.
         max_batch: slots.
         buckets: shapes of the programs.
         device: where everything lives.
@@ -156,11 +156,7 @@ class Runner:
         self._sealed = False
         self._executables: dict[Key, jax.stages.Compiled] = {}
         self._plan(0).check()
-        with jax.default_device(device), explained(lambda: self._plan(0)):
-            shapes = [layer.pool_shape(num_pages, layout.page_size) for layer in layout.layers]
-            dtype = jnp.dtype(layout.dtype)
-            self.pools = [jnp.zeros(shape, dtype) for shape in shapes]
-            self.state = programs.empty_state(self.max_batch, self.max_pages, num_pages)
+        self._reset()
 
     # What the engine dispatches. Results are device arrays: reading them is the caller's business.
 
@@ -200,13 +196,6 @@ class Runner:
             table,
         )
         return np.asarray(logits)[: len(tokens)]
-
-    def scrub(self, pages: Sequence[int]) -> None:
-        """Zeroes pages that a request with non-finite values has left."""
-        # Not a bucketed program, and not guarded: it runs after a fault only.
-        self.pools = jax.jit(programs.scrub, donate_argnums=0)(
-            self.pools, self._table(pages, self.max_pages)
-        )
 
     def warm_up(self, *, progress: bool) -> None:
         """Compiles every program that serving can need; from then on the guard holds."""
@@ -279,7 +268,23 @@ class Runner:
     def _run(self, key: Key, *arguments: Any) -> Any:
         executable = self._executable(key)
         with explained(lambda: self._plan(_temporary_bytes(executable))):
-            return executable(*arguments)
+            try:
+                return executable(*arguments)
+            except jax.errors.JaxRuntimeError:
+                # Pools and state were donated and may be gone. The engine drops all requests when a
+                # step fails, so empty ones will do.
+                self._reset()
+                raise
+
+    def _reset(self) -> None:
+        """Empty pools and idle slots."""
+        self.pools, self.state = [], None
+        shapes = [
+            layer.pool_shape(self.num_pages, self.layout.page_size) for layer in self.layout.layers
+        ]
+        with jax.default_device(self.device), explained(lambda: self._plan(0)):
+            self.pools = [jnp.zeros(shape, jnp.dtype(self.layout.dtype)) for shape in shapes]
+            self.state = programs.empty_state(self.max_batch, self.max_pages)
 
     def _plan(self, temporaries: int) -> MemoryPlan:
         return MemoryPlan(
@@ -311,7 +316,7 @@ class Runner:
         )
 
     def _table(self, pages: Sequence[int], length: int) -> Any:
-        table = np.full(length, self.num_pages, np.int32)  # the null page
+        table = np.zeros(length, np.int32)
         count = min(len(pages), length)
         table[:count] = pages[:count]
         return table

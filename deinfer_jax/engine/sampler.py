@@ -122,7 +122,8 @@ def sample(
 
     def draw(logits: Array) -> Array:
         temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
-        tempered = logits / temperature[:, None]
+        # From the largest down, so that a tiny temperature cannot overflow all words to infinity.
+        tempered = (logits - logits.max(axis=1, keepdims=True)) / temperature[:, None]
         filtered = jnp.any((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
         keep = jax.lax.cond(
             filtered, lambda x: filter_words(x, params), lambda x: jnp.ones(x.shape, bool), tempered

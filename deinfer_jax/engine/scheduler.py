@@ -126,7 +126,7 @@ class Scheduler:
         """Raises AssertionError if a page or slot is lost or held twice."""
         self.allocator.check_integrity([r.pages for r in self.running])
         slots = sorted([r.slot for r in self.running] + self._free_slots)
-        assert slots == list(range(len(slots))), f"slots in use and free: {slots}"
+        assert slots == list(range(self.max_batch)), f"slots in use and free: {slots}"
 
     def _admit(self) -> None:
         while self.waiting and self._free_slots:

@@ -6,4 +6,24 @@ Hopper and newer, ``shapes.py`` names real shapes.
 """
 
 from deinfer_kernels.dispatch import Implementation as Implementation
+from deinfer_kernels.dispatch import check_implementation
+from deinfer_kernels.paged_attention import api as _paged_attention
 from deinfer_kernels.paged_attention.api import paged_attention as paged_attention
+
+OPS = {"paged_attention": _paged_attention.IMPLEMENTATIONS}
+
+
+def check_available(implementation: str | None) -> None:
+    """Raises unless every op has ``implementation``, so that it is known before anything runs.
+
+    Raises:
+        ValueError: the name is unknown.
+        NotImplementedError: an op does not have it.
+    """
+    check_implementation(implementation)
+    for op, implementations in OPS.items():
+        if implementation is not None and implementation not in implementations:
+            raise NotImplementedError(
+                f"implementation: {op} has {', '.join(map(repr, implementations))}, "
+                f"got {implementation!r}"
+            )

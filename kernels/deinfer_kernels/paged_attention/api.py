@@ -24,6 +24,8 @@ def paged_attention(
 ) -> Float[Array, "B N H"]:
     """Attention of one new token a sequence over the sequence's pages.
 
+    Positions that are not seen may hold anything, NaN included.
+
     Args:
         q: queries, after RoPE.
         pool: pages of S tokens, K (after RoPE) at index 0 and V at index 1 of the second axis, K

@@ -43,9 +43,12 @@ def paged_attention(
     weights = jnp.where(seen, jnp.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
     total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     weights = (weights / total).astype(pool.dtype)
+    # What no token sees may be anything, and a weight of 0 would keep a NaN.
+    held = seen.reshape(batch, -1, 1, page_size, 1)
+    values = jnp.where(held, pages[:, :, 1], jnp.zeros((), pool.dtype))  # [B, M, K, S, H]
     out = einsum_float32(
         "bkgms,bmksh->bkgh",
         weights.reshape(batch, kv_heads, -1, block_table.shape[1], page_size),
-        pages[:, :, 1],
+        values,
     )
     return out.reshape(batch, heads, width).astype(q.dtype)
