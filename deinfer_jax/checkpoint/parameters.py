@@ -120,10 +120,11 @@ def _check_names_and_shapes(checkpoint: Checkpoint, sources: Iterable[Source]) -
 
 
 def _check_finite(buffer: np.ndarray, sources: Iterable[Source]) -> None:
-    # The sum of a float array is finite unless an element is not (or it overflows, hence the
-    # second, exact look).
-    if np.isfinite(buffer.sum(dtype=np.float32)):
-        return
+    # One pass without a temporary: the sum of finite numbers is finite unless it overflows, which the
+    # second, exact look tells from a bad value.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(buffer.sum(dtype=np.float32)):
+            return
     for source in sources:
         rows = buffer[source.start : source.start + source.shape[0]]
         bad = int((~np.isfinite(rows.astype(np.float32))).sum())
