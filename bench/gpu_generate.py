@@ -56,7 +56,8 @@ def measure(llm: deinfer_jax.LLM, batch: int, prompt: int, tokens: int) -> dict[
     share = "" if bandwidth is None else f", {100 * row['share_of_bandwidth']:.0f} % of the limit"
     print(
         f"  batch {batch:3d}: {row['ms_per_step']:.2f} ms/step, "
-        f"{row['tokens_per_s']:.0f} tokens/s{share}; prefill {row['prefill_tokens_per_s']:.0f} tokens/s; first call {compiling:.0f} s",
+        f"{row['tokens_per_s']:.0f} tokens/s{share}; "
+        f"prefill {row['prefill_tokens_per_s']:.0f} tokens/s; first call {compiling:.0f} s",
         flush=True,
     )
     return row
@@ -87,14 +88,9 @@ def main() -> int:
         with deinfer_jax.load(source, max_context=2048, max_batch=max(args.batches)) as llm:
             loading = time.perf_counter() - started
             print(f"{name}: loaded in {loading:.1f} s; {llm.memory_plan().describe()}", flush=True)
-            answer = None
-            if llm.tokenizer is not None:
-                question = [{"role": "user", "content": "What is the capital of France?"}]
-                answer = deinfer_jax.generate(llm, question, max_new_tokens=32)[0].text
-                print(f"  {answer}", flush=True)
             rows = [measure(llm, batch, args.prompt, args.tokens) for batch in args.batches]
             print(f"  {llm.memory_plan().describe()}", flush=True)
-            results[name] = {"load_s": loading, "answer": answer, "rows": rows}
+            results[name] = {"load_s": loading, "rows": rows}
         write(args.name, {"dtype": "bfloat16", "results": results}, args.out)
     return 0
 

@@ -16,8 +16,8 @@ __all__ = ["main", "smollm2_path"]
 
 QUESTIONS = (
     "What is the capital of France?",
-    "How many legs does a spider have?",
-    "Why is the sky blue? Answer in one sentence.",
+    "Name three fruits.",
+    "Which planet is known as the Red Planet?",
 )
 
 

@@ -133,14 +133,17 @@ class TestGenerate:
 
 # what is wrong: (arguments, message)
 BAD = {
-    "temperature": (["--temperature", "-1", "w7"], "temperature: expected a number >= 0"),
+    "temperature": (["--temperature", "-1", "w7"], "temperature: expected a float32 number >= 0"),
     "top-p": (["--top-p", "0", "w7"], "top_p"),
     "new tokens": (["--max-new-tokens", "0", "w7"], "max_new_tokens"),
     "seed": (["--seed", "-1", "w7"], "seed"),
     "batch": (["--max-batch", "0", "w7"], "max_batch"),
     "context": (["--max-context", "1000", "w7"], "max_context: expected at most 96"),
     "cache": (["--cache-bytes", "10", "w7"], "cache_bytes"),
-    "long prompt": (["w7 " * 95], r"prompt 0 (95 + 5 tokens)"),
+    "long prompt": (
+        ["w7", "w7 " * 95],
+        "prompt 1: 95 + 5 new tokens, expected at most max_context = 96 together",
+    ),
     "empty prompt": (["w7", ""], "prompt 1"),
 }
 

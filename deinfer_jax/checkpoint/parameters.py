@@ -120,7 +120,7 @@ def _check_names_and_shapes(checkpoint: Checkpoint, sources: Iterable[Source]) -
 
 
 def _check_finite(buffer: np.ndarray, sources: Iterable[Source]) -> None:
-    # One pass without a temporary: the sum of finite numbers is finite unless it overflows, which the
+    # One pass without a temporary: a sum of finite numbers is finite unless it overflows, which the
     # second, exact look tells from a bad value.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(buffer.sum(dtype=np.float32)):

@@ -19,8 +19,8 @@ CONFIG = ModelConfig(
 )
 
 
-def test_pool_shape_has_a_null_page() -> None:
-    assert FullLayout(kv_heads=3, head_dim=10).pool_shape(7, 16) == (8, 2, 3, 16, 10)
+def test_pool_shape_has_exactly_the_pages() -> None:
+    assert FullLayout(kv_heads=3, head_dim=10).pool_shape(7, 16) == (7, 2, 3, 16, 10)
 
 
 def test_elements_per_token() -> None:
@@ -39,7 +39,7 @@ def test_bytes_per_page() -> None:
 def test_pool_bytes_are_those_of_the_arrays() -> None:
     layout = choose_layout(CONFIG, "full", 16, "float32")
     pools = [np.zeros(layer.pool_shape(5, 16), np.float32) for layer in layout.layers]
-    assert layout.pool_bytes(5) == sum(pool.nbytes for pool in pools)
+    assert layout.pool_bytes(5) == sum(pool.nbytes for pool in pools) == 5 * layout.bytes_per_page
 
 
 @pytest.mark.parametrize(

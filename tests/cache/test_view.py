@@ -13,7 +13,6 @@ import pytest
 from deinfer_jax.cache.view import DecodeView, PrefillView
 
 N, K, H, S, PAGES = 6, 2, 10, 16, 9
-NULL = PAGES  # the pool's last page
 SCALE = 0.4
 
 
@@ -45,11 +44,26 @@ def sequence(tokens: int, seed: int = 0) -> Sequence:
     return Sequence(q, k, v)
 
 
-def garbage_pool(seed: int = 99) -> np.ndarray:
-    """A pool of finite garbage, as former holders leave it; the null page is zero."""
-    pool = np.random.default_rng(seed).standard_normal((PAGES + 1, 2, K, S, H)).astype(np.float32)
-    pool[NULL] = 0
-    return pool
+GARBAGE = {"numbers": None, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+
+
+@pytest.fixture(params=GARBAGE)
+def garbage(request: pytest.FixtureRequest) -> np.ndarray:
+    """A pool as former holders leave it."""
+    return garbage_pool(GARBAGE[request.param])
+
+
+def garbage_pool(value: float | None = None) -> np.ndarray:
+    """A pool of random numbers, or of one value."""
+    shape = (PAGES, 2, K, S, H)
+    if value is not None:
+        return np.full(shape, value, np.float32)
+    return np.random.default_rng(99).standard_normal(shape).astype(np.float32)
+
+
+def differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where two pools do not hold the same; NaN is the same as NaN."""
+    return (a != b) & ~(np.isnan(a) & np.isnan(b))
 
 
 @partial(jax.jit, static_argnames="window")
@@ -57,8 +71,8 @@ def attend(view, pool, q, k, v, window):
     return view.attend(pool, q, k, v, scale=SCALE, window=window)
 
 
-def table(*pages: int, length: int) -> np.ndarray:
-    return np.array([*pages, *[NULL] * (length - len(pages))], np.int32)
+def table(*pages: int, length: int, unused: int = 0) -> np.ndarray:
+    return np.array([*pages, *[unused] * (length - len(pages))], np.int32)
 
 
 def prefill(pool, whole: Sequence, pages, start: int, length: int, bucket: int, window=None):
@@ -96,61 +110,103 @@ def cached(pool: np.ndarray, pages: np.ndarray, tokens: int) -> tuple[np.ndarray
 
 class TestPrefill:
     @pytest.mark.parametrize("window", [None, 1, 7, 100])
-    def test_one_chunk(self, window: int | None) -> None:
+    def test_one_chunk(self, garbage: np.ndarray, window: int | None) -> None:
         whole = sequence(37)
-        out, _ = prefill(garbage_pool(), whole, table(4, 1, 6, length=4), 0, 37, 40, window)
+        out, _ = prefill(garbage, whole, table(4, 1, 6, length=4), 0, 37, 40, window)
         np.testing.assert_allclose(out, whole.attended(window), atol=1e-5)
 
     @pytest.mark.parametrize("window", [None, 5, 20])
-    def test_later_chunks_attend_to_earlier_pages(self, window: int | None) -> None:
+    def test_later_chunks_attend_to_earlier_pages(
+        self, garbage: np.ndarray, window: int | None
+    ) -> None:
         whole, pages = sequence(45), table(4, 1, 6, length=4)
-        pool, outs = garbage_pool(), []
+        pool, outs = garbage, []
         for start, length in ((0, 16), (16, 13), (29, 16)):
             out, pool = prefill(pool, whole, pages, start, length, 16, window)
             outs.append(out)
         np.testing.assert_allclose(np.concatenate(outs), whole.attended(window), atol=1e-5)
 
-    def test_chunk_within_a_page(self) -> None:
+    def test_chunk_within_a_page(self, garbage: np.ndarray) -> None:
         whole, pages = sequence(9), table(3, length=2)
-        _, pool = prefill(garbage_pool(), whole, pages, 0, 4, 8)
+        _, pool = prefill(garbage, whole, pages, 0, 4, 8)
         out, _ = prefill(pool, whole, pages, 4, 5, 8)
         np.testing.assert_allclose(out, whole.attended()[4:], atol=1e-5)
 
-    def test_writes_the_chunk(self) -> None:
+    def test_writes_the_chunk(self, garbage: np.ndarray) -> None:
         whole, pages = sequence(37), table(4, 1, 6, length=4)
-        _, pool = prefill(garbage_pool(), whole, pages, 0, 37, 40)
+        _, pool = prefill(garbage, whole, pages, 0, 37, 40)
         k, v = cached(pool, pages, 37)
         np.testing.assert_array_equal(k, whole.k)
         np.testing.assert_array_equal(v, whole.v)
 
-    def test_writes_nothing_else(self) -> None:
-        before, pages = garbage_pool(), table(4, 1, length=4)
+    def test_writes_nothing_else(self, garbage: np.ndarray) -> None:
+        # Padding goes up to position 39, for which the table names page 0.
+        before, pages = garbage, table(4, 1, length=4)
         _, after = prefill(before, sequence(21), pages, 0, 21, 40)
-        touched = np.zeros((PAGES + 1, S), bool)
+        touched = np.zeros((PAGES, S), bool)
         touched[4, :] = True
         touched[1, :5] = True
         np.testing.assert_array_equal(
             after.transpose(0, 3, 1, 2, 4)[~touched], before.transpose(0, 3, 1, 2, 4)[~touched]
         )
 
-    def test_padding_beyond_the_table_writes_nothing(self) -> None:
+    def test_padding_beyond_the_table_writes_nothing(self, garbage: np.ndarray) -> None:
         # Positions 20 … 39 with a table of two pages: the last ones are beyond it.
-        before, pages = garbage_pool(), table(4, 1, length=2)
+        before, pages = garbage, table(4, 1, length=2)
         whole = sequence(24)
         _, middle = prefill(before, whole, pages, 0, 20, 20)
         _, after = prefill(middle, whole, pages, 20, 4, 20)
-        changed = np.unique(np.argwhere(after != middle)[:, 0])
+        changed = np.unique(np.argwhere(differs(after, middle))[:, 0])
         assert changed.tolist() == [1]
         np.testing.assert_array_equal(after[1, :, :, 8:], before[1, :, :, 8:])
 
-    def test_null_page_stays_zero(self) -> None:
-        _, pool = prefill(garbage_pool(), sequence(3), table(2, length=4), 0, 3, 40)
-        assert not pool[NULL].any()
+    @pytest.mark.parametrize("unused", [0, 2, 5, PAGES - 1])
+    def test_pages_that_unused_entries_name_stay_as_they_are(
+        self, garbage: np.ndarray, unused: int
+    ) -> None:
+        _, pool = prefill(garbage, sequence(3), table(2, length=4, unused=unused), 0, 3, 40)
+        before = garbage.copy()
+        pool = pool.copy()
+        before[2, :, :, :3] = pool[2, :, :, :3] = 0  # what is written
+        np.testing.assert_array_equal(pool, before)
 
-    def test_padding_does_not_change_the_result(self) -> None:
+    @pytest.mark.parametrize("window", [None, 5])
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_what_no_token_sees_does_not_change_a_bit(
+        self, value: float, window: int | None
+    ) -> None:
+        # Behind the end of the last page, in the pages of others, and in the page that unused
+        # entries of the table name: page 0, and the sequence's own.
+        whole = sequence(20)
+        outs = []
+        for pool, unused in (
+            (garbage_pool(), 3),
+            (garbage_pool(value), 0),
+            (garbage_pool(value), 1),
+            (garbage_pool(value), 4),
+        ):
+            pages = table(4, 1, length=5, unused=unused)
+            first, pool = prefill(pool, whole, pages, 0, 13, 16, window)
+            second, _ = prefill(pool, whole, pages, 13, 7, 16, window)
+            outs.append(np.concatenate([first, second]))
+        np.testing.assert_allclose(outs[0], whole.attended(window), atol=1e-5)
+        for out in outs[1:]:
+            np.testing.assert_array_equal(out, outs[0])
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_what_no_token_sees_does_not_leak_in_half_precision(self, dtype: str) -> None:
+        whole, outs = sequence(20), []
+        view = PrefillView(jnp.asarray(table(4, 1, length=4)), jnp.int32(0), jnp.int32(20))
+        for pool in (garbage_pool(), garbage_pool(np.nan)):
+            parts = [jnp.asarray(part, dtype) for part in (pool, whole.q, whole.k, whole.v)]
+            outs.append(np.asarray(attend(view, *parts, None)[0], np.float32))
+        assert np.isfinite(outs[0]).all()
+        np.testing.assert_array_equal(outs[1], outs[0])
+
+    def test_padding_does_not_change_the_result(self, garbage: np.ndarray) -> None:
         whole, pages = sequence(12), table(2, length=1)
-        exact, _ = prefill(garbage_pool(), whole, pages, 0, 12, 12)
-        padded, _ = prefill(garbage_pool(), whole, pages, 0, 12, 40)
+        exact, _ = prefill(garbage, whole, pages, 0, 12, 12)
+        padded, _ = prefill(garbage, whole, pages, 0, 12, 40)
         np.testing.assert_allclose(padded, exact, atol=1e-6)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -168,11 +224,20 @@ class TestPrefill:
         assert np.asarray(view.positions(4)).tolist() == [5, 6, 7, 8]
 
 
-def two_rows() -> tuple[list[Sequence], np.ndarray, np.ndarray]:
-    """Two sequences of 34 and 20 tokens in a pool, with their tables."""
+Rows = tuple[list[Sequence], np.ndarray, np.ndarray]
+
+
+@pytest.fixture
+def rows_in_pool(garbage: np.ndarray) -> Rows:
+    return two_rows(garbage)
+
+
+def two_rows(pool: np.ndarray) -> Rows:
+    """Two sequences of 34 and 20 tokens in a pool, with their tables, which both name page 0, of
+    the first one, in their unused entries."""
+    pool = pool.copy()
     rows = [sequence(40, seed=1), sequence(40, seed=2)]
     pages = np.stack([table(5, 0, 8, length=4), table(7, 2, length=4)])
-    pool = garbage_pool()
     for row, row_pages, tokens in zip(rows, pages, (34, 20), strict=True):
         for t in range(tokens):
             page = row_pages[t // S]
@@ -182,57 +247,97 @@ def two_rows() -> tuple[list[Sequence], np.ndarray, np.ndarray]:
 
 class TestDecode:
     @pytest.mark.parametrize("window", [None, 1, 7, 100])
-    def test_attends_to_the_own_sequence_and_itself(self, window: int | None) -> None:
-        rows, pages, pool = two_rows()
+    def test_attends_to_the_own_sequence_and_itself(
+        self, rows_in_pool: Rows, window: int | None
+    ) -> None:
+        rows, pages, pool = rows_in_pool
         out, _ = decode(pool, rows, pages, [34, 20], [True, True], window)
         expected = [rows[0].attended(window)[34], rows[1].attended(window)[20]]
         np.testing.assert_allclose(out, np.stack(expected), atol=1e-5)
 
-    def test_first_token_of_a_page(self) -> None:
-        rows, pages, pool = two_rows()
+    def test_first_token_of_a_page(self, rows_in_pool: Rows) -> None:
+        rows, pages, pool = rows_in_pool
         out, _ = decode(pool, rows, pages, [32, 16], [True, True])
         expected = [rows[0].attended()[32], rows[1].attended()[16]]
         np.testing.assert_allclose(out, np.stack(expected), atol=1e-5)
 
-    def test_first_token_of_a_sequence(self) -> None:
-        rows, pages, pool = two_rows()
+    def test_first_token_of_a_sequence(self, rows_in_pool: Rows) -> None:
+        rows, pages, pool = rows_in_pool
         out, _ = decode(pool, rows, pages, [0, 20], [True, True])
         np.testing.assert_allclose(out[0], np.repeat(rows[0].v[0], N // K, axis=0), atol=1e-6)
 
-    def test_writes_the_token(self) -> None:
-        rows, pages, pool = two_rows()
+    def test_writes_the_token(self, rows_in_pool: Rows) -> None:
+        rows, pages, pool = rows_in_pool
         _, pool = decode(pool, rows, pages, [34, 20], [True, True])
         np.testing.assert_array_equal(pool[8, 0, :, 2], rows[0].k[34])
         np.testing.assert_array_equal(pool[2, 1, :, 4], rows[1].v[20])
 
-    def test_writes_nothing_else(self) -> None:
-        rows, pages, before = two_rows()
+    def test_writes_nothing_else(self, rows_in_pool: Rows) -> None:
+        rows, pages, before = rows_in_pool
         _, after = decode(before, rows, pages, [34, 20], [True, True])
         after = after.copy()
         after[8, :, :, 2], after[2, :, :, 4] = before[8, :, :, 2], before[2, :, :, 4]
         np.testing.assert_array_equal(after, before)
 
-    def test_inactive_rows_write_nothing(self) -> None:
-        rows, pages, before = two_rows()
+    def test_inactive_rows_write_nothing(self, rows_in_pool: Rows) -> None:
+        rows, pages, before = rows_in_pool
         _, after = decode(before, rows, pages, [34, 20], [False, False])
         np.testing.assert_array_equal(after, before)
 
-    def test_inactive_rows_give_zeros(self) -> None:
-        rows, pages, pool = two_rows()
+    def test_inactive_rows_give_zeros(self, rows_in_pool: Rows) -> None:
+        rows, pages, pool = rows_in_pool
         out, _ = decode(pool, rows, pages, [34, 20], [False, True])
         assert not out[0].any()
 
-    def test_inactive_rows_leave_the_others_alone(self) -> None:
-        rows, pages, pool = two_rows()
+    def test_inactive_rows_leave_the_others_alone(self, rows_in_pool: Rows) -> None:
+        rows, pages, pool = rows_in_pool
         both, _ = decode(pool, rows, pages, [34, 20], [True, True])
         one, _ = decode(pool, rows, pages, [34, 20], [False, True])
         np.testing.assert_array_equal(one[1], both[1])
 
-    def test_an_inactive_row_past_its_table_writes_nothing(self) -> None:
-        rows, pages, before = two_rows()
+    def test_an_inactive_row_past_its_table_writes_nothing(self, rows_in_pool: Rows) -> None:
+        rows, pages, before = rows_in_pool
         rows[0] = sequence(70)
         _, after = decode(before, rows, pages, [64, 20], [False, False])
         np.testing.assert_array_equal(after, before)
+
+    @pytest.mark.parametrize("window", [None, 7])
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_what_no_token_sees_does_not_change_a_bit(
+        self, value: float, window: int | None
+    ) -> None:
+        rows, pages, pool = two_rows(garbage_pool())
+        clean, _ = decode(pool, rows, pages, [34, 20], [True, True], window)
+        expected = [rows[0].attended(window)[34], rows[1].attended(window)[20]]
+        np.testing.assert_allclose(clean, np.stack(expected), atol=1e-5)
+        rows, pages, pool = two_rows(garbage_pool(value))
+        for unused in range(PAGES):  # of nobody, of the other row, its own
+            pages[0, 3:] = pages[1, 2:] = unused
+            out, _ = decode(pool, rows, pages, [34, 20], [True, True], window)
+            np.testing.assert_array_equal(out, clean)
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_a_broken_neighbour_does_not_leak(self, value: float) -> None:
+        rows, pages, pool = two_rows(garbage_pool())
+        clean, _ = decode(pool, rows, pages, [34, 20], [True, True])
+        pool[[5, 0, 8]] = value  # the first row's pages; the second's table ends with page 0
+        out, _ = decode(pool, rows, pages, [34, 20], [True, True])
+        np.testing.assert_array_equal(out[1], clean[1])
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_inactive_rows_over_broken_pages_give_zeros(self, value: float) -> None:
+        rows, pages, _ = two_rows(garbage_pool())
+        out, _ = decode(garbage_pool(value), rows, pages, [34, 20], [False, False])
+        np.testing.assert_array_equal(out, np.zeros_like(out))
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_what_the_window_has_left_behind_does_not_leak(self, value: float) -> None:
+        rows, pages, pool = two_rows(garbage_pool())
+        clean, _ = decode(pool, rows, pages, [34, 20], [True, True], 7)
+        pool[[5, 7]] = value  # positions 0 … 15; the windows begin at 28 and 14
+        pool[7, :, :, 14:] = two_rows(garbage_pool())[2][7, :, :, 14:]
+        out, _ = decode(pool, rows, pages, [34, 20], [True, True], 7)
+        np.testing.assert_array_equal(out, clean)
 
     def test_positions(self) -> None:
         view = DecodeView(

@@ -26,8 +26,8 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 
-# In a process of its own, since the peak of a process never falls. What a load imports or compiles is
-# in place before the measurement begins; bytes are those of the process, from the kernel.
+# In a process of its own, since the peak of a process never falls. What a load imports or compiles
+# is in place before the measurement begins; bytes are those of the process, from the kernel.
 MEASURE = """
 import resource, sys
 import jax

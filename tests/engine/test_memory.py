@@ -59,7 +59,6 @@ class TestMemoryPlan:
 
     @pytest.mark.parametrize("spare", [-1, 0, 1])
     def test_the_largest_batch_does_fit(self, config, spare: int) -> None:
-        # The pools hold a null page more than the sequences need.
         layout = choose_layout(config, "full", 16, "float32")
         pages = layout.pages_for(128)
         best = MemoryPlan(
@@ -72,6 +71,7 @@ class TestMemoryPlan:
         batch = best.largest_batch
         assert batch is not None
         assert 1050 + layout.pool_bytes(batch * pages) <= best.available  # pyright: ignore[reportOperatorIssue]
+        assert batch == (3 if spare >= 0 else 2)
 
     def test_a_batch_more_does_not_fit(self, config) -> None:
         layout = choose_layout(config, "full", 16, "float32")
@@ -108,7 +108,7 @@ def test_the_plan_of_a_loaded_model(load_tiny) -> None:
     weights = 97 * 24 * 2 + 24  # embedding, head, last norm
     weights += 2 * (24 * 2 + 24 * (48 + 16 + 16) + 48 * 24 + 3 * 24 * 40)
     assert found.weights == 4 * weights
-    assert found.cache == 4 * 2 * (2 * 4 + 1) * 16 * 2 * 2 * 8  # 2 · 4 pages and the null page
+    assert found.cache == 4 * 2 * (2 * 4) * 16 * 2 * 2 * 8  # 2 · 4 pages
     assert found.bytes_per_sequence == 4 * 2 * 64 * 2 * 2 * 8
 
 
@@ -140,15 +140,19 @@ class TestChoosePages:
     def test_no_more_than_the_batch_can_use(self, config) -> None:
         assert self.choose(config) == 4 * 8
 
-    def test_cache_bytes_count_the_null_page(self, config) -> None:
-        assert self.choose(config, cache_bytes=10 * 4096) == 9
+    @pytest.mark.parametrize("spare", [0, 1, 4095])
+    def test_cache_bytes_buy_whole_pages(self, config, spare: int) -> None:
+        assert self.choose(config, cache_bytes=10 * 4096 + spare) == 10
+
+    def test_cache_bytes_of_one_page(self, config) -> None:
+        assert self.choose(config, cache_bytes=4096) == 1
 
     def test_cache_bytes_beyond_use(self, config) -> None:
         assert self.choose(config, cache_bytes=GIB) == 4 * 8
 
     def test_cache_bytes_of_less_than_a_page(self, config) -> None:
-        with pytest.raises(ValueError, match="expected at least 8192 .*got 8191"):
-            self.choose(config, cache_bytes=8191)
+        with pytest.raises(ValueError, match="cache_bytes: expected at least 4096 .*got 4095"):
+            self.choose(config, cache_bytes=4095)
 
     def test_a_roomy_device(self, config) -> None:
         assert self.choose(config, available=80 * GIB) == 4 * 8
@@ -157,7 +161,7 @@ class TestChoosePages:
         available = 2 * GIB
         pages = self.choose(config, available=available, batch=10**6)
         assert pages >= 8
-        assert GIB + (pages + 1) * 4096 < available
+        assert GIB + pages * 4096 < available
 
     def test_weights_alone_are_too_much(self, config) -> None:
         with pytest.raises(

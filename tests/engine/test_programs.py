@@ -60,7 +60,7 @@ class TestDonation:
         assert copies == []
 
     def test_temporaries_hold_no_second_pool(self, llm: LLM, compiled: Any) -> None:
-        # The program reads 8 pages a row, and the pools have 33: a copy would show.
+        # The program reads 8 pages a row, and the pools have 32: a copy would show.
         assert compiled.memory_analysis().alias_size_in_bytes >= 2 * llm.runner.pools[0].nbytes
 
     @pytest.mark.parametrize("key", [PROGRAMS[0], PROGRAMS[1]], ids=lambda key: key[0])
@@ -85,7 +85,10 @@ def start(llm: LLM, prompt: list[int], slot: int, pages: list[int], **sampling: 
 class TestState:
     @pytest.fixture
     def prefilled(self, llm: LLM) -> tuple[Request, int]:
-        llm.runner.state = programs.empty_state(4, 8, llm.runner.num_pages)
+        # Tables that name page 7, so that one sees whose entries change.
+        state = programs.empty_state(4, 8)
+        tables = jnp.full_like(state.block_tables, 7)
+        llm.runner.state = replace(state, block_tables=tables)
         request = start(
             llm, [5, 6, 7], 2, [4, 1], temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=8
         )
@@ -94,10 +97,9 @@ class TestState:
 
     def test_prefill_sets_the_slot_up(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         state = jax.device_get(llm.runner.state)
-        null = llm.runner.num_pages
         assert state.tokens[2] == prefilled[1]
         assert (state.lengths[2], state.limits[2]) == (3, 11)
-        assert state.block_tables[2].tolist() == [4, 1, *[null] * 6]
+        assert state.block_tables[2].tolist() == [4, 1, *[0] * 6]
 
     def test_prefill_sets_the_parameters(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         sampling = jax.device_get(llm.runner.state.sampling)
@@ -110,7 +112,7 @@ class TestState:
         state = jax.device_get(llm.runner.state)
         others = [0, 1, 3]
         assert not state.tokens[others].any() and not state.limits[others].any()
-        assert (state.block_tables[others] == llm.runner.num_pages).all()
+        assert (state.block_tables[others] == 7).all()
 
     def test_decode_advances_the_slot(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         request, _ = prefilled
@@ -167,7 +169,7 @@ class TestBrokenRows:
         assert (drawn[:, 0] == programs.IDLE).all()
 
     def test_while_decoding(self, broken: LLM) -> None:
-        request = start(broken, [5, 6], 1, [4])  # not the other test's page, which holds NaN
+        request = start(broken, [5, 6], 1, [3])  # the other test's page, which holds NaN
         broken.runner.prefill(PrefillStep(request, 0, 2, True))
         state = broken.runner.state
         broken.runner.state = replace(state, tokens=state.tokens.at[1].set(7))
@@ -336,15 +338,32 @@ class TestBuckets:
         assert asked <= set(runner.buckets.programs())
 
 
-def test_scrub_zeroes_the_named_pages_only(llm: LLM) -> None:
-    deinfer_jax.generate(llm, [list(range(3, 60))], max_new_tokens=2)
-    before = [np.asarray(pool) for pool in llm.runner.pools]
-    assert all(pool[:4].any() for pool in before)
-    llm.runner.scrub([2, 0])
-    for pool, old in zip(llm.runner.pools, before, strict=True):
-        assert not np.asarray(pool[0]).any() and not np.asarray(pool[2]).any()
-        np.testing.assert_array_equal(np.asarray(pool[1]), old[1])
-        np.testing.assert_array_equal(np.asarray(pool[3:]), old[3:])
+@pytest.mark.parametrize("key", PROGRAMS, ids=lambda key: f"{key[0]}-{key[3]}")
+@pytest.mark.parametrize(("dtype", "highest"), [("float32", True), ("bfloat16", False)])
+def test_products_of_float32_are_full_precision(
+    load_tiny, monkeypatch: pytest.MonkeyPatch, key: Any, dtype: str, highest: bool
+) -> None:
+    # A GPU would take TensorFloat-32 for them otherwise. The precision is in the StableHLO.
+    texts: list[str] = []
+    compile_lowered = jax.stages.Lowered.compile
+
+    def spy(lowered: Any, *arguments: Any, **options: Any) -> Any:
+        texts.append(lowered.as_text())
+        return compile_lowered(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
+    load_tiny(decode_steps=4, dtype=dtype).runner.executable(*key)
+    (text,) = (text for text in texts if f"@jit_{key[0]}" in text.splitlines()[0])
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) >= 2 * (4 + 2)  # qkv, o, gate and up, down, and attention itself
+    exact = ["precision = [HIGHEST, HIGHEST]" in line for line in products]
+    assert exact == [highest] * len(products)
+
+
+def test_empty_state_is_idle() -> None:
+    state = jax.device_get(programs.empty_state(3, 5))
+    assert state.block_tables.shape == (3, 5) and state.keys.shape == (3, 2)
+    assert (state.lengths >= state.limits).all()
 
 
 def test_a_program_that_does_not_fit_says_what_it_needs(

@@ -18,7 +18,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of the op; the garbage that no row may read is large, but finite."""
+    """Arguments of the op; the garbage that no row sees is large, or not finite."""
 
     q: Array  # [B, N, H]
     pool: Array  # [P, 2, K, S, H]
@@ -36,6 +36,7 @@ def make(
     spare_entries: int = 2,
     dtype: str = "float32",
     seed: int = 0,
+    garbage: float | None = None,
 ) -> Case:
     """Sequences in pages that are scattered over a pool whose unused places hold garbage."""
     rng = np.random.default_rng(seed)
@@ -45,6 +46,8 @@ def make(
     # Entries past the last page name any page, those of others too.
     table = rng.integers(0, num_pages, (len(lengths), max(used) + spare_entries)).astype(np.int32)
     pool = 50 * rng.standard_normal((num_pages, 2, kv_heads, page_size, width))
+    if garbage is not None:
+        pool[:] = garbage
     taken = 0
     for row, (length, count) in enumerate(zip(lengths, used, strict=True)):
         table[row, :count] = order[taken : taken + count]
@@ -77,6 +80,8 @@ def expected(case: Case, scale: float, window: int | None = None) -> np.ndarray:
                 out[row, head] = np.average(values, axis=0, weights=weights)
     return out
 
+
+GARBAGE = pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 
 # One compilation a call instead of one an operation.
 attention = jax.jit(paged_attention, static_argnames=("scale", "window", "implementation"))
@@ -156,6 +161,78 @@ class TestPagedAttention:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_half_precision(self, implementation: str, dtype: str) -> None:
         self.check(make([37, 5, 0], dtype=dtype), implementation)
+
+    def same(self, case: Case, other: Case, implementation: str, window: int | None = None) -> None:
+        """The second case gives the first one's bits."""
+        first, second = [
+            attention(
+                one.q,
+                one.pool,
+                jnp.asarray(one.table),
+                jnp.asarray(one.lengths),
+                scale=0.3,
+                window=window,
+                implementation=implementation,
+            )
+            for one in (case, other)
+        ]
+        assert np.isfinite(np.asarray(first, np.float32)).all()
+        np.testing.assert_array_equal(np.asarray(second), np.asarray(first))
+
+    @GARBAGE
+    @pytest.mark.parametrize("window", [None, 3, 16])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_what_no_row_sees_may_be_anything(
+        self, implementation: str, garbage: float, window: int | None, dtype: str
+    ) -> None:
+        lengths = [1, 0, 15, 16, 17, 40]
+        broken = make(lengths, garbage=garbage, dtype=dtype)
+        self.check(broken, implementation, window=window)
+        self.same(make(lengths, dtype=dtype), broken, implementation, window)
+
+    @GARBAGE
+    def test_unused_entries_may_name_any_page(self, implementation: str, garbage: float) -> None:
+        broken = make([20, 37, 0], garbage=garbage)
+        for page in range(broken.pool.shape[0]):
+            table = broken.table.copy()
+            table[0, 2:] = table[1, 3:] = table[2] = page
+            other = Case(broken.q, broken.pool, table, broken.lengths)
+            self.same(broken, other, implementation)
+
+    @GARBAGE
+    @pytest.mark.parametrize("window", [1, 3, 16, 17])
+    def test_what_the_window_has_left_behind_may_be_anything(
+        self, implementation: str, garbage: float, window: int
+    ) -> None:
+        case = make([40, 2, 16, 33])
+        pool = np.array(case.pool)
+        for row, length in enumerate(case.lengths):
+            for position in range(max(0, length - window)):
+                pool[case.table[row, position // 16], :, :, position % 16] = garbage
+        broken = Case(case.q, jnp.asarray(pool), case.table, case.lengths)
+        self.check(broken, implementation, window=window)
+        self.same(case, broken, implementation, window)
+
+    @GARBAGE
+    def test_a_broken_sequence_does_not_leak(self, implementation: str, garbage: float) -> None:
+        case = make([20, 37])
+        table = case.table.copy()
+        table[1, 3:] = table[0, 0]  # a broken page in the unused entries
+        pool = np.array(case.pool)
+        pool[case.table[0, :2]] = garbage
+        first, second = [
+            attention(
+                case.q,
+                jnp.asarray(one),
+                jnp.asarray(table),
+                jnp.asarray(case.lengths),
+                scale=0.3,
+                implementation=implementation,
+            )
+            for one in (case.pool, pool)
+        ]
+        np.testing.assert_array_equal(np.asarray(second[1]), np.asarray(first[1]))
+        np.testing.assert_allclose(np.asarray(second[1]), expected(case, 0.3)[1], atol=1e-5)
 
     def test_very_large_scores(self, implementation: str) -> None:
         case = make([30, 4])
