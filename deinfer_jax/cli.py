@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         print(f"deinfer {args.command}: {error}", file=sys.stderr)
         return 1
 
@@ -51,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-batch", type=int, metavar="B")
     generate.add_argument("--max-context", type=int, metavar="TOKENS")
     generate.add_argument("--cache-bytes", type=int, metavar="BYTES")
+    generate.add_argument("--page-size", type=int, metavar="TOKENS")
+    generate.add_argument("--prefill-chunk", type=int, metavar="TOKENS")
+    generate.add_argument("--decode-steps", type=int, metavar="N", help="tokens a dispatch")
+    generate.add_argument(
+        "--implementation", help="of the kernels (default: the best that applies)"
+    )
+    generate.add_argument("--stop-token-ids", type=int, nargs="+", default=(), metavar="ID")
     generate.add_argument(
         "--json", action="store_true", help="one JSON object a prompt, with token ids and times"
     )
@@ -87,6 +94,8 @@ def _generate(args: argparse.Namespace) -> int:
 
     options = {"dtype": args.dtype, "max_batch": args.max_batch}
     options |= {"max_context": args.max_context, "cache_bytes": args.cache_bytes}
+    options |= {"page_size": args.page_size, "prefill_chunk": args.prefill_chunk}
+    options |= {"decode_steps": args.decode_steps, "implementation": args.implementation}
     prompts = args.prompts
     if args.chat:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -100,6 +109,7 @@ def _generate(args: argparse.Namespace) -> int:
             top_p=args.top_p,
             min_p=args.min_p,
             seed=args.seed,
+            stop_token_ids=args.stop_token_ids,
             ignore_eos=args.ignore_eos,
         )
     for prompt, completion in zip(args.prompts, completions, strict=True):

@@ -142,8 +142,10 @@ class RopeConfig:
         """From a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5
         (``rope_parameters``)."""
         params: dict[str, Any] = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        if any(isinstance(value, Mapping) for value in params.values()):
+            raise ValueError(f"rope parameters by layer type are not supported, got {params}")
         partial = params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
+        if partial not in (None, 1.0):
             raise ValueError(
                 f"partial_rotary_factor: expected 1 (all of a head turns), got {partial}"
             )
@@ -157,9 +159,7 @@ class RopeConfig:
             return cls(theta=theta)
         max_position = hf.get("max_position_embeddings", 2048)
         original = params.get("original_max_position_embeddings") or max_position
-        if (
-            kind == "dynamic"
-        ):  # transformers scales from max_position_embeddings, whatever else is written
+        if kind == "dynamic":  # as transformers, whatever else is written
             original = max_position
         factor = params.get("factor")
         if factor is None and kind != "yarn":
@@ -294,15 +294,20 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig.windows: expected positive sizes or None, got {self.windows}"
             )
+        if not isinstance(self.rms_norm_eps, float) or not self.rms_norm_eps > 0:
+            raise ValueError(
+                f"ModelConfig.rms_norm_eps: expected a positive float, got {self.rms_norm_eps!r}"
+            )
+        for token in self.eos_token_ids:
+            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"ModelConfig.eos_token_ids: expected ids from 0 to {self.vocab_size - 1}, "
+                    f"got {token!r}"
+                )
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(
                 f"ModelConfig.dtype: expected float32, bfloat16 or float16, got {self.dtype!r}"
             )
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that read one kv head, N / K."""
-        return self.num_heads // self.num_kv_heads
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -343,8 +348,10 @@ class ModelConfig:
             intermediate_size=hf["intermediate_size"],
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            num_kv_heads=heads
+            if hf.get("num_key_value_heads") is None
+            else hf["num_key_value_heads"],
+            head_dim=hf["hidden_size"] // heads if hf.get("head_dim") is None else hf["head_dim"],
             hidden_act=hf.get("hidden_act") or "silu",
             rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope=RopeConfig.from_hf(hf),
@@ -406,7 +413,7 @@ def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[int |
     return (window if model_type == "mistral" else None,) * layers
 
 
-def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+def _as_tuple(ids: Any) -> tuple[Any, ...]:
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)

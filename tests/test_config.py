@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -248,6 +249,80 @@ class TestFromHf:
     def test_qk_norm(self, model_type: str, normed: bool) -> None:
         assert config(model_type=model_type).qk_norm == normed
 
+    # Every field that a family may leave out, one at a time and all together.
+    @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+    @pytest.mark.parametrize(
+        "written",
+        [
+            {},
+            {"num_attention_heads": 64},
+            {"head_dim": 16},
+            {"num_key_value_heads": 4},
+            {"max_position_embeddings": 8192},
+            {"sliding_window": 7},
+            {"sliding_window": None},
+            {"rope_theta": 5e5},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            {"tie_word_embeddings": True},
+            {"use_sliding_window": True},
+            {"use_sliding_window": True, "sliding_window": 7},
+            {"use_sliding_window": True, "max_window_layers": 3},
+        ],
+        ids=str,
+    )
+    def test_fields_that_are_left_out(self, model_type: str, written: dict[str, Any]) -> None:
+        pytest.importorskip("torch")
+        from transformers import AutoConfig
+
+        sizes: dict[str, Any] = dict(
+            vocab_size=160,
+            hidden_size=4096,
+            intermediate_size=80,
+            num_hidden_layers=30,
+            num_attention_heads=32,
+        )
+        sizes |= written
+        theirs = AutoConfig.for_model(model_type, **copy.deepcopy(sizes))  # it writes into them
+        found = ModelConfig.from_hf({"model_type": model_type, **sizes})
+        heads = theirs.num_attention_heads
+        assert found.num_heads == heads
+        assert found.num_kv_heads == theirs.num_key_value_heads
+        assert found.head_dim == (getattr(theirs, "head_dim", None) or 4096 // heads)
+        assert found.hidden_act == theirs.hidden_act
+        assert found.rms_norm_eps == theirs.rms_norm_eps
+        assert found.max_position == theirs.max_position_embeddings
+        assert found.tie_embeddings == theirs.tie_word_embeddings
+        bias = getattr(theirs, "attention_bias", model_type == "qwen2")
+        assert (found.qkv_bias, found.mlp_bias) == (bias, getattr(theirs, "mlp_bias", False))
+        assert found.o_bias == getattr(theirs, "attention_bias", False)
+        parameters = theirs.rope_parameters
+        assert (found.rope.theta, found.rope.kind) == (
+            parameters["rope_theta"],
+            parameters["rope_type"],
+        )
+        if found.rope.kind != "default":
+            assert found.rope.original_max_position == theirs.max_position_embeddings
+        window = getattr(theirs, "sliding_window", None)
+        if model_type == "mistral":
+            assert found.windows == (window,) * 30
+        else:
+            kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 30
+            assert found.windows == tuple(
+                window if kind == "sliding_attention" else None for kind in kinds
+            )
+
+    def test_mistral_has_a_window_unless_it_says_otherwise(self) -> None:
+        left_out = config(model_type="mistral")
+        assert left_out.windows == (4096,) * 3
+        assert config(model_type="mistral", sliding_window=None).windows == (None,) * 3
+
+    def test_mistral_has_eight_kv_heads_unless_it_says_otherwise(self) -> None:
+        sizes = {**BASE, "model_type": "mistral", "num_attention_heads": 24}
+        del sizes["num_key_value_heads"]
+        assert ModelConfig.from_hf(sizes).num_kv_heads == 8
+        assert ModelConfig.from_hf({**sizes, "num_key_value_heads": None}).num_kv_heads == 24
+
     @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
     def test_what_transformers_writes(self, model_type: str) -> None:
         pytest.importorskip("torch")
@@ -331,6 +406,24 @@ class TestErrors:
         ):
             config(rope_scaling={"rope_type": "longrope"})
 
+    @pytest.mark.parametrize(
+        "written",
+        [
+            {"partial_rotary_factor": 0.5},
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default"}},
+        ],
+        ids=str,
+    )
+    def test_part_of_a_head_turns(self, written: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="partial_rotary_factor: expected 1 .*got 0.5"):
+            config(**written)
+
+    @pytest.mark.parametrize("written", [1, 1.0])
+    def test_all_of_a_head_turns(self, written: float) -> None:
+        assert config(partial_rotary_factor=written) == config()
+
     def test_heads_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
             config(num_key_value_heads=4)
@@ -379,6 +472,11 @@ class TestValues:
 
     def test_replace_the_number_of_layers(self) -> None:
         assert config().replace(num_layers=5).windows == (None,) * 5
+
+    def test_replace_the_number_of_layers_of_a_model_with_one_window(self) -> None:
+        windowed = config(model_type="mistral", sliding_window=7)
+        assert windowed.replace(num_layers=5).windows == (7,) * 5
+        assert windowed.replace(num_layers=2, windows=(7, None)).windows == (7, None)
 
     def test_replace_the_number_of_layers_of_a_model_with_windows(self) -> None:
         with pytest.raises(ValueError, match="windows: expected 2, one a layer, got 3"):

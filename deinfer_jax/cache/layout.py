@@ -86,7 +86,7 @@ def choose_layout(config: ModelConfig, kind: str, page_size: int, dtype: str) ->
         raise ValueError(
             f"kv_cache: expected 'auto', 'full', 'latent' or 'full+latent', got {kind!r}"
         )
-    if page_size not in PAGE_SIZES:
+    if page_size not in PAGE_SIZES or not isinstance(page_size, int):
         raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
     if kind in ("latent", "full+latent"):
         raise ValueError(f"kv_cache: this version caches full keys and values only, got {kind!r}")

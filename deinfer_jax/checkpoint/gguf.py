@@ -269,7 +269,7 @@ class GGUFCheckpoint(Checkpoint):
         """An integer that the file may also give layer by layer, if all are equal."""
         value = self.metadata.get(f"{self._arch}.{key}")
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if len(set(value)) != 1 or not isinstance(value[0], int):
                 raise self._error(
                     f"metadata '{self._arch}.{key}' differs by layer: {value}; expected one"
                 )

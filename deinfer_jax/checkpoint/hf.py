@@ -124,7 +124,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         generation = self.path / "generation_config.json"
         if generation.is_file():
             ids = _read_json(generation).get("eos_token_id")
-            ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+            ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
             eos = tuple(dict.fromkeys([*ids, *config.eos_token_ids]))
             config = config.replace(eos_token_ids=eos)
         return config
@@ -155,7 +155,7 @@ def _find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"{hint if pickled else ''}{gguf if any(directory.glob('*.gguf')) else ''}"
         )
     index = _read_json(path).get("weight_map")
-    if not isinstance(index, dict) or not index:
+    if not isinstance(index, dict) or not {str} == {type(v) for v in index.values()}:
         raise ValueError(f"{path}: expected 'weight_map', a file name by tensor, got {index!r}")
     shards = []
     for name in sorted(set(index.values())):

@@ -57,13 +57,14 @@ def load_parameters(
     with bar:
         for name, tensor in checkpoint.tensors():
             d, source = places[name]
-            buffer = buffers.setdefault(d.path, np.empty(0))
-            if not buffer.size:
-                buffer = buffers[d.path] = np.empty(d.shape, d.dtype)
-            buffer[source.start : source.start + source.shape[0]] = tensor  # casts
+            if d.path not in buffers:
+                buffers[d.path] = np.empty(d.shape, d.dtype)
+            buffer = buffers[d.path]
+            with np.errstate(over="ignore"):  # of a cast to float16, see _check_finite
+                buffer[source.start : source.start + source.shape[0]] = tensor
             waiting[d.path] -= 1
             if waiting[d.path] == 0:
-                _check_finite(buffer, d.sources)
+                _check_finite(buffer, d.sources, checkpoint)
                 # Waiting for the copy keeps one buffer alive, not a queue of them.
                 loaded[d.path] = jax.block_until_ready(jax.device_put(buffer, device))
                 bar.update(buffer.nbytes)
@@ -119,7 +120,7 @@ def _check_names_and_shapes(checkpoint: Checkpoint, sources: Iterable[Source]) -
         raise ValueError(f"{checkpoint.path}: {shown}{more}")
 
 
-def _check_finite(buffer: np.ndarray, sources: Iterable[Source]) -> None:
+def _check_finite(buffer: np.ndarray, sources: Iterable[Source], checkpoint: Checkpoint) -> None:
     # One pass without a temporary: a sum of finite numbers is finite unless it overflows, which the
     # second, exact look tells from a bad value.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -130,7 +131,8 @@ def _check_finite(buffer: np.ndarray, sources: Iterable[Source]) -> None:
         bad = int((~np.isfinite(rows.astype(np.float32))).sum())
         if bad:
             raise ValueError(
-                f"tensor {source.name}: {bad} of {rows.size} values are NaN or infinite"
+                f"{checkpoint.path}: tensor {source.name}: {bad} of {rows.size} values are NaN or "
+                f"infinite as {buffer.dtype} (stored as {checkpoint.stored_types()[source.name]})"
             )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
+from deinfer_jax.engine.memory import OutOfDeviceMemory
 from deinfer_jax.engine.programs import IDLE
 from deinfer_jax.engine.request import Request
 from deinfer_jax.engine.runner import Runner
@@ -18,6 +19,7 @@ from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep, Scheduler
 __all__ = ["Engine"]
 
 Step = PrefillStep | DecodeStep
+InFlight = deque[tuple[Step, jax.Array]]
 
 
 class Engine:
@@ -32,38 +34,51 @@ class Engine:
 
     def __init__(self, runner: Runner, scheduler: Scheduler, *, ahead: int) -> None:
         self.runner, self.scheduler, self.ahead = runner, scheduler, ahead
+        self.lock = threading.Lock()  # held while pools and state are in use
 
-    def run(
-        self, requests: Sequence[Request], on_token: Callable[[Request], None] | None = None
-    ) -> None:
+    def run(self, requests: Sequence[Request]) -> None:
         """Runs the requests to their end; results are in the requests.
+
+        A request whose logits are not numbers, or whose step ran out of device memory, ends with
+        ``finish_reason`` "error"; the others go on. Calls from several threads take turns.
 
         Args:
             requests: queued in order.
-            on_token: called after each token that a request got.
 
         Raises:
             ValueError: a request does not fit in the cache; none has run then.
-            OutOfDeviceMemory: a program did not fit; unfinished requests are dropped.
         """
         for request in requests:
             self.scheduler.check_fits(request)
-        for request in requests:
-            request.times.append(time.perf_counter())
-            self.scheduler.add(request)
-        in_flight: deque[tuple[Step, jax.Array]] = deque()
+        with self.lock:
+            for request in requests:
+                request.times.append(time.perf_counter())
+                self.scheduler.add(request)
+            in_flight: InFlight = deque()
+            try:
+                while self._advance(in_flight):
+                    pass
+            except BaseException:
+                self.scheduler.drop_all()
+                self.runner.reset()
+                raise
+
+    def _advance(self, in_flight: InFlight) -> bool:
+        """Dispatches a step, reads one back, or both; False if there is nothing left to do."""
         try:
-            while True:
-                step = self.scheduler.schedule()
-                if step is not None:
-                    in_flight.append((step, self._dispatch(step)))
-                if not in_flight:
-                    return
-                if step is None or len(in_flight) > self.ahead:
-                    self._read(*in_flight.popleft(), on_token)
-        except BaseException:
-            self.scheduler.drop_all()
-            raise
+            step = self.scheduler.schedule()
+            if step is not None:
+                in_flight.append((step, self._dispatch(step)))
+            if not in_flight:
+                return False
+            if step is None or len(in_flight) > self.ahead:
+                self._read(*in_flight.popleft())
+        except OutOfDeviceMemory as error:
+            in_flight.clear()
+            self.runner.reset()  # the failed program took pools and state with it
+            for request in list(self.scheduler.running):
+                self._fail(request, str(error))
+        return True
 
     def _dispatch(self, step: Step) -> jax.Array:
         if isinstance(step, PrefillStep):
@@ -73,10 +88,8 @@ class Engine:
         result.copy_to_host_async()
         return result
 
-    def _read(
-        self, step: Step, result: jax.Array, on_token: Callable[[Request], None] | None
-    ) -> None:
-        tokens = np.asarray(result)
+    def _read(self, step: Step, result: jax.Array) -> None:
+        tokens = self.runner.read(result)
         if isinstance(step, PrefillStep):
             columns = [(step.request, tokens.reshape(1))] if step.last else []
         else:
@@ -87,16 +100,16 @@ class Engine:
                 # A request may have ended in a step that was read after this one was dispatched.
                 if request.finish_reason is None and token != IDLE:
                     self._take(request, token, now)
-                    if on_token is not None:
-                        on_token(request)
+
+    def _fail(self, request: Request, error: str) -> None:
+        request.error, request.finish_reason = error, "error"
+        self.scheduler.finish(request)
 
     def _take(self, request: Request, token: int, now: float) -> None:
         sampling = request.sampling
         if token == NOT_A_NUMBER:
             position = len(request.prompt) + len(request.generated)
-            request.error = f"the logits of the token at position {position} are not finite"
-            request.finish_reason = "error"
-            self.scheduler.finish(request)
+            self._fail(request, f"the logits of the token at position {position} are not finite")
             return
         request.generated.append(token)
         request.times.append(now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import numpy as np
+from jinja2 import TemplateError
 
 from deinfer_jax.engine.llm import LLM, check_token_ids
 from deinfer_jax.engine.load import load
@@ -71,8 +72,9 @@ def generate(
 ) -> list[Completion]:
     """Continues prompts.
 
-    A result depends on the prompt, the parameters and the seed alone, not on the other prompts or
-    their order (in float32 on a CPU; in bfloat16 on a GPU other shapes round differently).
+    A result depends on the prompt, the parameters and the seed, not on the other prompts or their
+    order: other batches round the logits differently, by some 1e-6 of their range in float32, so
+    tokens agree up to near-ties. (In bfloat16 near-ties are common.)
 
     Args:
         llm: from :func:`deinfer_jax.load`, or a path that is loaded for this call.
@@ -94,6 +96,7 @@ def generate(
     Raises:
         ValueError: a parameter or a prompt is bad (every bad index is named); nothing has run then.
     """
+    _check_parameters(max_new_tokens, temperature, top_k, top_p, min_p)
     if not isinstance(llm, LLM):
         with load(llm) as loaded:
             return generate(
@@ -109,7 +112,6 @@ def generate(
                 ignore_eos=ignore_eos,
             )
     llm.check_open()
-    _check_parameters(max_new_tokens, temperature, top_k, top_p, min_p)
     stops = _check_stop_ids(stop_token_ids, llm.config.vocab_size)
     token_ids = _tokenize(llm, _as_list(prompts), max_new_tokens)
     _check_capacity(llm, token_ids, max_new_tokens)
@@ -121,8 +123,8 @@ def generate(
         twin = (one_seed, prompt_hash(ids))
         seen[twin] = seen.get(twin, -1) + 1
         sampling = Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            max_new_tokens=int(max_new_tokens),
+            temperature=float(temperature),
             top_k=min(top_k, llm.config.vocab_size),
             top_p=top_p,
             min_p=min_p,
@@ -166,7 +168,9 @@ def _continuation(tokenizer: Any, prompt: list[int], generated: list[int]) -> st
     return tokenizer.decode(generated, skip_special_tokens=True)  # a character spans the seam
 
 
-def _check_stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+def _check_stop_ids(stop_token_ids: Any, vocab_size: int) -> frozenset[int]:
+    if isinstance(stop_token_ids, str) or not hasattr(stop_token_ids, "__iter__"):
+        raise ValueError(f"stop_token_ids: expected token ids, got {stop_token_ids!r}")
     ids = list(stop_token_ids)
     bad = [token for token in ids if not _is_int(token) or not 0 <= token < vocab_size]
     if bad:
@@ -175,34 +179,39 @@ def _check_stop_ids(stop_token_ids: Sequence[int], vocab_size: int) -> frozenset
 
 
 def _check_parameters(
-    max_new_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float
+    max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any
 ) -> None:
     if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
-    if not 0 <= temperature <= np.finfo(np.float32).max:
+    most = float(np.finfo(np.float32).max)
+    if not _is_number(temperature) or not 0 <= temperature <= most:
         raise ValueError(f"temperature: expected a float32 number >= 0, got {temperature!r}")
     if not _is_int(top_k) or top_k < 0:
         raise ValueError(f"top_k: expected an integer >= 0, got {top_k!r}")
-    if not 0 < top_p <= 1:
+    if not _is_number(top_p) or not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
-    if not 0 <= min_p <= 1:
+    if not _is_number(min_p) or not 0 <= min_p <= 1:
         raise ValueError(f"min_p: expected a number in [0, 1], got {min_p!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts from one prompt or several."""
-    if isinstance(prompts, Mapping):
-        raise ValueError(
-            f"prompts: a chat is a list of messages, got a single mapping with {sorted(prompts)}"
-        )
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, list | tuple | np.ndarray):
+        raise ValueError(
+            "prompts: expected a string, a chat (a list of messages), token ids, or a list of "
+            f"those, got {type(prompts).__name__}"
+        )
     items = list(prompts)
-    if items and all(isinstance(item, Mapping) for item in items):
-        return [items]
-    if items and all(_is_int(item) for item in items):
-        return [items]
-    return items
+    single = items and (
+        all(isinstance(item, Mapping) for item in items) or all(_is_int(item) for item in items)
+    )
+    return [items] if single else items
 
 
 def _is_int(item: object) -> bool:
@@ -230,37 +239,46 @@ def _tokenize(llm: LLM, prompts: list[Any], max_new_tokens: int) -> list[list[in
 
 
 def _tokenize_one(llm: LLM, prompt: Any) -> list[int]:
-    if not isinstance(prompt, str) and (
-        not isinstance(prompt, Sequence) and not hasattr(prompt, "__iter__")
-    ):
-        raise ValueError(f"expected a string, a chat or token ids, got {type(prompt).__name__}")
     if isinstance(prompt, str):
-        items: list[Any] = []
+        if not prompt:
+            raise ValueError("expected text, got an empty string")
+        text, special = prompt, True
+    elif not isinstance(prompt, list | tuple | np.ndarray):
+        raise ValueError(f"expected a string, a chat or token ids, got {type(prompt).__name__}")
     else:
         items = list(prompt)
-    if items and all(_is_int(item) for item in items):
-        return check_token_ids(items, llm.config.vocab_size, "token ids")
-    if not isinstance(prompt, str) and not items:
-        raise ValueError("expected at least one token, got an empty list")
+        if all(_is_int(item) for item in items):
+            return check_token_ids(items, llm.config.vocab_size)
+        # The template writes the special tokens itself: a second BOS must not be added.
+        text, special = _chat_text(llm, items), False
     if llm.tokenizer is None:
         raise ValueError("expected token ids, since this model has no tokenizer, got text")
-    if isinstance(prompt, str):
-        ids = llm.tokenizer(prompt)["input_ids"]
-    elif all(isinstance(item, Mapping) and {"role", "content"} <= set(item) for item in items):
-        if not llm.tokenizer.chat_template:
+    try:
+        ids = llm.tokenizer(text, add_special_tokens=special)["input_ids"]
+    except TypeError:  # what tokenizers says of a lone surrogate
+        raise ValueError(f"expected text that UTF-8 can encode, got {text[:40]!r}") from None
+    return check_token_ids(ids, llm.config.vocab_size)
+
+
+def _chat_text(llm: LLM, messages: list[Any]) -> str:
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise ValueError(
-                "expected a string or token ids, since this model has no chat template"
+                "expected a string, messages with 'role' and 'content', or token ids, got a list "
+                f"with {message!r}"
             )
-        text = llm.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
-        # The template writes the special tokens itself: a second BOS must not be added.
-        ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        kinds = sorted({type(item).__name__ for item in items})
-        raise ValueError(
-            "expected a string, messages with 'role' and 'content', or token ids, got a list of "
-            + ", ".join(kinds)
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            raise ValueError(f"expected 'role' and 'content' to be strings, got {message!r}")
+    if llm.tokenizer is None:
+        raise ValueError("expected token ids, since this model has no tokenizer, got a chat")
+    if not llm.tokenizer.chat_template:
+        raise ValueError("expected a string or token ids, since this model has no chat template")
+    try:
+        return llm.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
         )
-    return check_token_ids(ids, llm.config.vocab_size, "prompt")
+    except TemplateError as error:  # templates refuse roles or their order
+        raise ValueError(f"the model's chat template refuses the messages: {error}") from error
 
 
 def _check_capacity(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) -> None:
@@ -282,7 +300,7 @@ def _check_capacity(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) -
 
 
 def _one_each(seed: Any, count: int) -> list[int]:
-    seeds = [seed] * count if _is_int(seed) else list(seed)
+    seeds = list(seed) if isinstance(seed, list | tuple | range | np.ndarray) else [seed] * count
     if len(seeds) != count:
         raise ValueError(f"seed: expected one, or one a prompt ({count}), got {len(seeds)}")
     bad = [

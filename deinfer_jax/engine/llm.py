@@ -99,12 +99,16 @@ class LLM:
             ValueError: the sequence is empty or too long, or an id is not in the vocabulary.
         """
         self.check_open()
-        tokens = check_token_ids(token_ids, self.config.vocab_size, "logits")
+        tokens = check_token_ids(token_ids, self.config.vocab_size)
         if len(tokens) > self.max_context:
             raise ValueError(
                 f"logits: expected at most max_context = {self.max_context} tokens, "
                 f"got {len(tokens)}"
             )
+        with self.engine.lock:
+            return self._score(tokens)
+
+    def _score(self, tokens: list[int]) -> np.ndarray:
         scheduler, layout = self.engine.scheduler, self.runner.layout
         if layout.pages_for(len(tokens)) > scheduler.allocator.num_free:
             raise ValueError(
@@ -118,6 +122,9 @@ class LLM:
                 self.runner.score(tokens[start : start + step], start, pages)
                 for start in range(0, len(tokens), step)
             ]
+        except BaseException:
+            self.runner.reset()
+            raise
         finally:
             scheduler.allocator.release(pages)
         return np.concatenate(parts)
@@ -145,18 +152,18 @@ class LLM:
         self.close()
 
 
-def check_token_ids(token_ids: Iterable[Any], vocab_size: int, what: str) -> list[int]:
+def check_token_ids(token_ids: Iterable[Any], vocab_size: int) -> list[int]:
     """Token ids as a list of int; ValueError if there are none or one is not in 0 … vocab_size −
     1."""
     try:
         tokens = [operator.index(token) for token in token_ids]
     except TypeError as error:
-        raise ValueError(f"{what}: expected integer token ids ({error})") from None
+        raise ValueError(f"expected integer token ids ({error})") from None
     if not tokens:
-        raise ValueError(f"{what}: expected at least one token, got none")
+        raise ValueError("expected at least one token, got none")
     bad = [token for token in tokens if not 0 <= token < vocab_size]
     if bad:
-        raise ValueError(f"{what}: expected token ids from 0 to {vocab_size - 1}, got {bad[:10]}")
+        raise ValueError(f"expected token ids from 0 to {vocab_size - 1}, got {bad[:10]}")
     return tokens
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from deinfer_jax.cache.allocator import PageAllocator
@@ -20,7 +21,13 @@ from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint
 from deinfer_jax.config import ModelConfig
 from deinfer_jax.engine.engine import Engine
 from deinfer_jax.engine.llm import LLM, show_progress
-from deinfer_jax.engine.memory import available_bytes, choose_pages
+from deinfer_jax.engine.memory import (
+    MemoryPlan,
+    available_bytes,
+    choose_capacity,
+    explained,
+    guess_temporaries,
+)
 from deinfer_jax.engine.runner import Buckets, Runner
 from deinfer_jax.engine.scheduler import Scheduler
 from deinfer_jax.layers.parameter import declarations
@@ -65,22 +72,23 @@ def load(
             None = the checkpoint's on a GPU, float32 on a CPU. Products of float32 are full
             precision, on a GPU too (not TensorFloat-32).
         max_batch: sequences that decode together; None = 64 on a GPU, 8 on a CPU.
-        max_context: most tokens of a sequence; None = what the model was made for, or what the
-            cache holds if less.
+        max_context: most tokens of a sequence; None = what the model was made for, or, where that
+            does not fit beside the weights, the half of it, the quarter, …
         page_size: cache page in tokens: 16, 32, 64 or 128; None = 64 on a GPU, 16 on a CPU.
         cache_bytes: size of the cache; None = what ``max_batch`` sequences of ``max_context`` need,
             at most what is free on a GPU, at most 512 MB (or one sequence, if that is more) on a
             CPU.
         prefill_chunk: most prompt tokens in one program; None = 2048 on a GPU, 512 on a CPU.
         decode_steps: tokens a sequence decodes per dispatch; None = 8 on a GPU, 1 on a CPU.
-        implementation: of the kernels, ``"reference"`` or ``"mosaic_gpu"``; None = the best that
-            applies.
+        implementation: of the kernels (decode attention so far), ``"reference"`` or
+            ``"mosaic_gpu"``; None = the best that applies.
         progress: bars for what takes long; None = where stderr is a terminal.
         seed: of random weights.
 
     Raises:
         ValueError: an argument, the checkpoint or a combination is wrong; the message says what was
             expected and came.
+        NotImplementedError: a named implementation does not exist for every op.
         FileNotFoundError: no such checkpoint, or a part of it is missing.
         OutOfDeviceMemory: weights, cache and temporaries do not fit; all are given in bytes.
     """
@@ -106,40 +114,43 @@ def load(
     dtype = _choose_dtype(dtype, config, on_gpu)
     if page_size is None:
         page_size = default_page_size(device.platform)
-    layout = choose_layout(
-        config,
-        kv_cache,
-        page_size,
-        dtype,
-    )
+    tokenizer = _tokenizer(checkpoint)
+    layout = choose_layout(config, kv_cache, page_size, dtype)
     batch = max_batch or (64 if on_gpu else 8)
-    context = _choose_context(config, max_context)
+    chunk = prefill_chunk or (2048 if on_gpu else 512)
     model = partial(build, config, strategy=placement, dtype=jnp.dtype(dtype))
-    declared = declarations(model(max_context=context))
-    pages = choose_pages(
+    declared = declarations(model(max_context=config.max_position))
+    context, pages = choose_capacity(
         layout,
         config,
         weights=sum(math.prod(d.shape) * d.dtype.itemsize for d in declared),
         batch=batch,
-        context=context,
-        least_context=1 if max_context is None else context,
+        max_context=_check_context(config, max_context),
         cache_bytes=cache_bytes,
         available=available_bytes(device),
+        prefill_chunk=chunk,
     )
-    if max_context is None:
-        context = min(context, pages * layout.page_size)
-
     buckets = Buckets.choose(
         max_batch=batch,
         max_context=context,
-        prefill_chunk=prefill_chunk or (2048 if on_gpu else 512),
+        prefill_chunk=chunk,
         page_size=layout.page_size,
         decode_steps=decode_steps or (8 if on_gpu else 1),
     )
-    if checkpoint is None:
-        weights = random_parameters(declared, seed, device)
-    else:
-        weights = load_parameters(checkpoint, declared, device, progress=show_progress(progress))
+    plan = MemoryPlan(
+        weights=sum(math.prod(d.shape) * d.dtype.itemsize for d in declared),
+        cache=layout.pool_bytes(pages),
+        temporaries=guess_temporaries(config, layout, context, chunk),
+        available=available_bytes(device),
+        bytes_per_sequence=layout.bytes_per_page * layout.pages_for(context),
+    )
+    plan.check()
+    with explained(lambda: plan):
+        if checkpoint is None:
+            weights = random_parameters(declared, seed, device)
+        else:
+            show = show_progress(progress)
+            weights = load_parameters(checkpoint, declared, device, progress=show)
     runner = Runner(
         nnx.graphdef(model(max_context=context)),
         weights,
@@ -155,7 +166,7 @@ def load(
         page_size=layout.page_size,
         max_batch=batch,
         prefill_chunk=buckets.chunk[-1],
-        decode_steps=buckets.steps[-1],
+        decode_steps=buckets.decode_steps,
     )
     engine = Engine(runner, scheduler, ahead=1 if on_gpu else 0)
     logger.info(
@@ -167,7 +178,7 @@ def load(
         pages,
         layout.page_size,
     )
-    return LLM(config, _tokenizer(checkpoint), runner, engine, max_context=context)
+    return LLM(config, tokenizer, runner, engine, max_context=context)
 
 
 def _tokenizer(checkpoint: Checkpoint | None) -> Any:
@@ -179,12 +190,14 @@ def _tokenizer(checkpoint: Checkpoint | None) -> Any:
     except FileNotFoundError as error:
         logger.warning("%s; prompts must be token ids", error)
         return None
+    except Exception as error:  # the tokenizer libraries raise all kinds, and none names the file
+        raise ValueError(f"{checkpoint.path}: the tokenizer cannot be read: {error}") from error
 
 
 def _check_positive(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 1
+            not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1
         ):
             raise ValueError(f"{name}: expected a positive integer or None, got {value!r}")
 
@@ -198,12 +211,12 @@ def _choose_dtype(dtype: str | None, config: ModelConfig, on_gpu: bool) -> str:
     return name
 
 
-def _choose_context(config: ModelConfig, max_context: int | None) -> int:
-    if max_context is None:
-        return config.max_position
-    if max_context > config.max_position and config.rope.kind != "dynamic":
+def _check_context(config: ModelConfig, max_context: int | None) -> int | None:
+    if max_context is None or config.rope.kind == "dynamic":
+        return max_context
+    if not 1 < max_context <= config.max_position:
         raise ValueError(
-            f"max_context: expected at most {config.max_position} (the model's), got {max_context}"
+            f"max_context: expected 2 to {config.max_position} (the model's), got {max_context}"
         )
     return max_context
 

@@ -10,17 +10,21 @@ from typing import Any
 import jax
 
 from deinfer_jax.cache.layout import CacheLayout
+from deinfer_jax.cache.view import query_block
 from deinfer_jax.config import ModelConfig
 
 __all__ = [
     "MemoryPlan",
     "OutOfDeviceMemory",
     "available_bytes",
+    "choose_capacity",
     "choose_pages",
     "explained",
     "format_bytes",
+    "guess_temporaries",
 ]
 
+SHORTEST_CONTEXT = 512  # a default context is not halved below this
 CPU_CACHE_BYTES = 512 * 10**6  # default on a CPU, whose memory belongs to others too
 GPU_FRACTION = 0.92  # of what a device offers; the rest is for fragmentation and workspaces
 
@@ -104,6 +108,44 @@ def explained(plan: Callable[[], MemoryPlan]) -> Iterator[None]:
         raise OutOfDeviceMemory(f"out of device memory: {plan().describe()}") from error
 
 
+def choose_capacity(
+    layout: CacheLayout,
+    config: ModelConfig,
+    *,
+    max_context: int | None,
+    available: int | None,
+    **rest: Any,
+) -> tuple[int, int]:
+    """Longest context and pages of the cache.
+
+    Args:
+        layout: of the cache.
+        config: of the model.
+        max_context: what the caller asks for, or None, which halves the model's until it fits.
+        available: bytes of the device, or None.
+        **rest: of :func:`choose_pages`.
+
+    Raises:
+        ValueError, OutOfDeviceMemory: as :func:`choose_pages`.
+    """
+    context = max_context or config.max_position
+    # On a CPU the default cache has a fixed size, and a context longer than that is cut to it.
+    least = context if max_context is not None or available is not None else 1
+    while True:
+        try:
+            pages = choose_pages(
+                layout, config, context=context, least_context=least, available=available, **rest
+            )
+        except OutOfDeviceMemory:
+            if max_context is not None or context <= SHORTEST_CONTEXT:
+                raise
+            context = least = context // 2
+        else:
+            if max_context is None:
+                context = min(context, pages * layout.page_size)
+            return context, pages
+
+
 def choose_pages(
     layout: CacheLayout,
     config: ModelConfig,
@@ -114,6 +156,7 @@ def choose_pages(
     least_context: int,
     cache_bytes: int | None,
     available: int | None,
+    prefill_chunk: int,
 ) -> int:
     """Pages of the cache.
 
@@ -125,6 +168,7 @@ def choose_pages(
         least_context: tokens of one sequence that must fit.
         cache_bytes: what the caller asks for, or None.
         available: bytes of the device, or None.
+        prefill_chunk: most prompt tokens in one program.
 
     Raises:
         ValueError: ``cache_bytes`` is less than a page.
@@ -141,7 +185,7 @@ def choose_pages(
         return pages
     if available is None:
         return min(wanted, max(CPU_CACHE_BYTES // layout.bytes_per_page, least))
-    temporaries = _guess_temporaries(config, layout, context)
+    temporaries = guess_temporaries(config, layout, context, prefill_chunk)
     room = int(available * GPU_FRACTION) - weights - temporaries
     pages = min(wanted, room // layout.bytes_per_page)
     if pages < least:
@@ -155,10 +199,18 @@ def choose_pages(
     return pages
 
 
-def _guess_temporaries(config: ModelConfig, layout: CacheLayout, context: int) -> int:
-    """Before anything is compiled: a chunk's scores in float32 twice, activations, and logits."""
-    rows = min(2048, context)
-    scores = 2 * 4 * config.num_heads * rows * context
+def guess_temporaries(
+    config: ModelConfig, layout: CacheLayout, context: int, prefill_chunk: int
+) -> int:
+    """Bytes of temporaries of the largest program, before anything is compiled.
+
+    A prompt chunk's attention (scores in float32 and their softmax, gathered pages twice), its
+    activations, and float32 logits of a few hundred rows.
+    """
+    rows = min(prefill_chunk, context)
+    together = min(rows, query_block(config.num_heads, context))
+    scores = 2 * 4 * config.num_heads * together * context
+    gathered = 2 * layout.bytes_per_token * context // config.num_layers
     activations = 4 * rows * (4 * config.intermediate_size + 8 * config.hidden_size)
-    gathered = 4 * layout.bytes_per_token * context // config.num_layers
-    return scores + activations + gathered + 4 * 4 * 256 * config.vocab_size + 256 * 2**20
+    logits = 4 * 2 * 256 * config.vocab_size
+    return scores + gathered + activations + logits

@@ -4,7 +4,9 @@ it."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +28,7 @@ from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 __all__ = ["Buckets", "RecompilationError", "Runner", "fit", "powers_of_two"]
 
 logger = logging.getLogger(__name__)
-Key = tuple[str, int, int, int]  # program, rows (T or b), pages, steps
+Key = tuple[str, int, int]  # program, rows (T or b), pages
 
 
 class RecompilationError(RuntimeError):
@@ -57,13 +59,12 @@ class Buckets:
     """The shapes that programs exist for.
 
     Attributes:
-        batch: decode rows. At least 2: with one row, a CPU rounds a product differently than with
-            several.
+        batch: decode rows. At least 2, because with one row a CPU takes another routine.
         chunk: prompt tokens.
         pages: table entries a decode program reads.
         chunk_pages: table entries a prompt program reads; half as many sizes, because attention
             over unused pages is a small part of a chunk.
-        steps: decode steps a dispatch.
+        decode_steps: tokens a decode program runs.
         page_size: S.
     """
 
@@ -71,7 +72,7 @@ class Buckets:
     chunk: tuple[int, ...]
     pages: tuple[int, ...]
     chunk_pages: tuple[int, ...]
-    steps: tuple[int, ...]
+    decode_steps: int
     page_size: int
 
     @classmethod
@@ -93,7 +94,7 @@ class Buckets:
             chunk=powers_of_two(min(32, longest), longest),
             pages=pages,
             chunk_pages=pages[::-2][::-1],
-            steps=tuple(sorted({1, decode_steps})),
+            decode_steps=decode_steps,
             page_size=page_size,
         )
 
@@ -109,11 +110,10 @@ class Buckets:
             least = self.for_chunk(rows, rows)[1]
             for pages in self.chunk_pages:
                 if pages >= least:
-                    yield ("prefill", rows, pages, 1)
+                    yield ("prefill", rows, pages)
         for rows in self.batch:
             for pages in self.pages:
-                for steps in self.steps:
-                    yield ("decode", rows, pages, steps)
+                yield ("decode", rows, pages)
 
 
 class Runner:
@@ -155,8 +155,9 @@ class Runner:
         self.compilations = 0
         self._sealed = False
         self._executables: dict[Key, jax.stages.Compiled] = {}
-        self._plan(0).check()
-        self._reset()
+        self.pools: list[jax.Array] = []
+        self.state: programs.BatchState | None = None
+        self.reset()
 
     # What the engine dispatches. Results are device arrays: reading them is the caller's business.
 
@@ -166,7 +167,7 @@ class Runner:
         rows, pages = self.buckets.for_chunk(step.length, step.start + step.length)
         chunk = self._prompt_chunk(request, step.start, step.length, rows)
         self.pools, self.state, token = self._run(
-            ("prefill", rows, pages, 1), self.weights, self.pools, self.state, chunk
+            ("prefill", rows, pages), self.weights, self.pools, self.state, chunk
         )
         return token
 
@@ -178,7 +179,7 @@ class Runner:
         slots = np.full(rows, self.max_batch, np.int32)
         slots[: len(step.requests)] = [request.slot for request in step.requests]
         self.pools, self.state, drawn = self._run(
-            ("decode", rows, pages, step.steps), self.weights, self.pools, self.state, slots
+            ("decode", rows, pages), self.weights, self.pools, self.state, slots
         )
         return drawn
 
@@ -187,7 +188,7 @@ class Runner:
         rows, bucket = self.buckets.for_chunk(len(tokens), start + len(tokens))
         table = self._table(pages, bucket)
         self.pools, logits = self._run(
-            ("score", rows, bucket, 1),
+            ("score", rows, bucket),
             self.weights,
             self.pools,
             _padded(tokens, rows),
@@ -197,16 +198,32 @@ class Runner:
         )
         return np.asarray(logits)[: len(tokens)]
 
+    def read(self, result: jax.Array) -> np.ndarray:
+        """Waits for a program's result; a program that ran out of memory says so here."""
+        with explained(self.memory_plan):
+            return np.asarray(result)
+
+    def reset(self) -> None:
+        """Empty pools and idle slots, for after a step that failed: what it was given is gone."""
+        self._delete(self.pools, self.state)  # first, or there would be no room for the new ones
+        page_size, dtype = self.layout.page_size, jnp.dtype(self.layout.dtype)
+        shapes = [layer.pool_shape(self.num_pages, page_size) for layer in self.layout.layers]
+        with jax.default_device(self.device), explained(lambda: self._plan(0)):
+            self.pools = [jnp.zeros(shape, dtype) for shape in shapes]
+            self.state = programs.empty_state(self.max_batch, self.max_pages)
+
     def warm_up(self, *, progress: bool) -> None:
         """Compiles every program that serving can need; from then on the guard holds."""
-        keys = list(self.buckets.programs())
-        for key in tqdm(keys, desc="compiling programs", unit="program", disable=not progress):
-            self._executable(key)
+        keys = [key for key in self.buckets.programs() if key not in self._executables]
+        # XLA compiles without Python's lock, so one program is traced while others are compiled.
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+            jobs = {pool.submit(self._lower(key).compile): key for key in keys}
+            bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
+            with bar, explained(lambda: self._plan(0)):
+                for job in as_completed(jobs):
+                    self._keep(jobs[job], job.result())
+                    bar.update()
         self._sealed = True
-
-    def executable(self, kind: str, rows: int, pages: int, steps: int = 1) -> jax.stages.Compiled:
-        """A compiled program, for tests and benches that look into its HLO."""
-        return self._executable((kind, rows, pages, steps))
 
     def memory_plan(self) -> MemoryPlan:
         """Bytes by use, with the temporaries of the largest program compiled so far."""
@@ -215,36 +232,46 @@ class Runner:
 
     def close(self) -> None:
         """Frees weights, pools and state on the device."""
-        for array in jax.tree.leaves((self.weights, self.pools, self.state)):
+        self._delete(self.weights, self.pools, self.state)
+        self._executables.clear()
+
+    @staticmethod
+    def _delete(*trees: Any) -> None:
+        for array in jax.tree.leaves(trees):
             if not array.is_deleted():
                 array.delete()
-        self._executables.clear()
 
     # Compilation
 
-    def _executable(self, key: Key) -> jax.stages.Compiled:
+    def executable(self, key: Key) -> jax.stages.Compiled:
+        """The compiled program for a key; compiles it now if there is none and the guard allows."""
         if key not in self._executables:
             if self._sealed and self.guard and key[0] in ("prefill", "decode"):
                 raise RecompilationError(
-                    f"program {key[0]} with {key[1]} rows, {key[2]} pages, {key[3]} steps was not "
-                    "compiled by the warm-up; set llm.recompilation_guard = False to allow it"
+                    f"program {key[0]} with {key[1]} rows and {key[2]} pages was not compiled by "
+                    "the warm-up; set llm.recompilation_guard = False to allow it"
                 )
-            logger.debug("compiling %s, %d rows, %d pages, %d steps", *key)
-            function, arguments = self._signature(key)
-            # A GPU would compute float32 products in TensorFloat-32, with 10 bits of mantissa.
-            exact = "highest" if self.layout.dtype == "float32" else None
-            with jax.default_matmul_precision(exact or jax.config.jax_default_matmul_precision):
-                program = jax.jit(function, donate_argnums=_DONATED[key[0]])
-                executable = program.lower(*arguments).compile()
-            self._plan(_temporary_bytes(executable)).check()
-            self._executables[key] = executable
-            self.compilations += 1
+            logger.debug("compiling %s, %d rows, %d pages", *key)
+            with explained(lambda: self._plan(0)):
+                self._keep(key, self._lower(key).compile())
         return self._executables[key]
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        function, arguments = self._signature(key)
+        # A GPU would compute float32 products in TensorFloat-32, with 10 bits of mantissa.
+        exact = "highest" if self.layout.dtype == "float32" else None
+        with jax.default_matmul_precision(exact or jax.config.jax_default_matmul_precision):
+            return jax.jit(function, donate_argnums=_DONATED[key[0]]).lower(*arguments)
+
+    def _keep(self, key: Key, executable: jax.stages.Compiled) -> None:
+        self._plan(_temporary_bytes(executable)).check()
+        self._executables[key] = executable
+        self.compilations += 1
 
     def _signature(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function to jit and example arguments (device arrays and host arrays of the right
         shapes)."""
-        kind, rows, pages, steps = key
+        kind, rows, pages = key
         scalar, tokens = _scalar(0, np.int32), np.zeros(rows, np.int32)
         if kind == "prefill":
             function = partial(programs.prefill, self.graph, pages=pages)
@@ -256,7 +283,7 @@ class Runner:
                 programs.decode,
                 self.graph,
                 pages=pages,
-                steps=steps,
+                steps=self.buckets.decode_steps,
                 implementation=self.implementation,
             )
             return function, (self.weights, self.pools, self.state, tokens)
@@ -266,25 +293,9 @@ class Runner:
         return function, (self.weights, self.pools, tokens, scalar, scalar, table)
 
     def _run(self, key: Key, *arguments: Any) -> Any:
-        executable = self._executable(key)
+        executable = self.executable(key)
         with explained(lambda: self._plan(_temporary_bytes(executable))):
-            try:
-                return executable(*arguments)
-            except jax.errors.JaxRuntimeError:
-                # Pools and state were donated and may be gone. The engine drops all requests when a
-                # step fails, so empty ones will do.
-                self._reset()
-                raise
-
-    def _reset(self) -> None:
-        """Empty pools and idle slots."""
-        self.pools, self.state = [], None
-        shapes = [
-            layer.pool_shape(self.num_pages, self.layout.page_size) for layer in self.layout.layers
-        ]
-        with jax.default_device(self.device), explained(lambda: self._plan(0)):
-            self.pools = [jnp.zeros(shape, jnp.dtype(self.layout.dtype)) for shape in shapes]
-            self.state = programs.empty_state(self.max_batch, self.max_pages)
+            return executable(*arguments)
 
     def _plan(self, temporaries: int) -> MemoryPlan:
         return MemoryPlan(

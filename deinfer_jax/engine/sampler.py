@@ -94,7 +94,9 @@ def filter_words(tempered: Float[Array, "B W"], params: SamplingParams) -> Bool[
     keep = order >= kth[:, None]
 
     mass = jnp.where(keep, jnp.exp(tempered - tempered.max(axis=1, keepdims=True)), 0.0)
-    goal = params.top_p * mass.sum(axis=1)
+    # Never 0, which all thresholds would reach, even the one that keeps no word.
+    tiny = jnp.finfo(jnp.float32).tiny
+    goal = jnp.maximum(params.top_p * mass.sum(axis=1), tiny)
     cut = _largest_threshold(
         lambda t: jnp.sum(jnp.where(order >= t[:, None], mass, 0.0), axis=1) >= goal, order.shape[0]
     )

@@ -30,11 +30,14 @@ class PrefillStep:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Run ``steps`` tokens of each request; ``context`` is the most tokens any of them will have in
-    the cache."""
+    """Run the scheduler's ``decode_steps`` tokens of each request, or what it has left of them.
+
+    Attributes:
+        requests: a row each.
+        context: the most tokens that any of them will have in the cache.
+    """
 
     requests: tuple[Request, ...]
-    steps: int
     context: int
 
 
@@ -46,7 +49,7 @@ class Scheduler:
         page_size: S.
         max_batch: slots.
         prefill_chunk: most prompt tokens in one step.
-        decode_steps: tokens a dispatch; one at a time once no request has that many left.
+        decode_steps: tokens a dispatch.
     """
 
     def __init__(
@@ -98,12 +101,11 @@ class Scheduler:
         ready = [r for r in self.running if r.dispatched < r.sampling.max_new_tokens]
         if not ready:
             return None
-        most = max(r.sampling.max_new_tokens - r.dispatched for r in ready)
-        steps = self.decode_steps if most >= self.decode_steps else 1
         for request in ready:
-            request.dispatched = min(request.dispatched + steps, request.sampling.max_new_tokens)
+            most = request.sampling.max_new_tokens
+            request.dispatched = min(request.dispatched + self.decode_steps, most)
         context = max(len(r.prompt) + r.dispatched - 1 for r in ready)
-        return DecodeStep(tuple(ready), steps, context)
+        return DecodeStep(tuple(ready), context)
 
     def finish(self, request: Request) -> list[int]:
         """Gives slot and pages back; returns the pages that became free."""

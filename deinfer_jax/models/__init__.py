@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from deinfer_jax.config import ModelConfig
+from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models.llama import Llama
 from deinfer_jax.parallel.strategy import Strategy
 
@@ -18,9 +19,14 @@ def build(config: ModelConfig, *, max_context: int, strategy: Strategy, dtype: j
     """The model of ``config``, declared: its parameters are shapes, see ``layers.parameter``.
 
     Raises:
-        ValueError: the family is unknown.
+        ValueError: the family is unknown, or ``low_rank`` names a module that it does not have.
     """
     if config.family not in FAMILIES:
         raise ValueError(f"family: expected one of {', '.join(FAMILIES)}, got {config.family!r}")
     family = FAMILIES[config.family]
-    return family(config, max_context=max_context, strategy=strategy, dtype=dtype)
+    model = family(config, max_context=max_context, strategy=strategy, dtype=dtype)
+    tensors = {source.name for d in declarations(model) for source in d.sources}
+    unknown = [name for name, _ in config.low_rank.slices if f"{name}.u.weight" not in tensors]
+    if unknown:
+        raise ValueError(f"low_rank: the model has no modules {', '.join(unknown[:10])}")
+    return model

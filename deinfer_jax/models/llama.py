@@ -74,8 +74,8 @@ class Llama(nnx.Module):
         """Runs T tokens, one chunk of a sequence or one token of each sequence, as the view says.
 
         Returns:
-            The normed last hidden states [T, D] and the pools with the tokens' keys and values in
-            them.
+            The residual stream after the last layer [T, D], and the pools with the tokens' keys and
+            values in them.
         """
         x = self.strategy.embed(tokens, self.embedding)
         rotation = self.rotary(view.positions(tokens.shape[0]))
@@ -83,8 +83,9 @@ class Llama(nnx.Module):
         for layer, pool in zip(self.layers, pools, strict=True):
             x, pool = layer(x, rotation, pool, view)
             new_pools.append(pool)
-        return self.norm(x), new_pools
+        return x, new_pools
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T W"]:
-        """Float32 logits of normed hidden states."""
-        return self.strategy.logits(x, self.head if self.head is not None else self.embedding)
+        """Float32 logits of rows of the residual stream."""
+        table = self.head if self.head is not None else self.embedding
+        return self.strategy.logits(x, self.norm, table)

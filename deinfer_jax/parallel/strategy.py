@@ -53,10 +53,9 @@ class Table(Protocol):
 
 
 class Strategy:
-    """One device: nothing is split and there are no collectives. Split strategies override these
-    four methods.
+    """The interface, and what it means on one device; split strategies override the four methods.
 
-    *Sharding contract*: residual [T, D] whole, every factor whole, no element moves.
+    *Sharding contract* of this one: residual [T, D] whole, every factor whole, no element moves.
     """
 
     name = "single"
@@ -74,9 +73,9 @@ class Strategy:
         """The residual stream's first value."""
         return table.look_up(tokens)
 
-    def logits(self, x: Float[Array, "T D"], table: Table) -> Float[Array, "T W"]:
-        """Float32 logits of normed hidden states."""
-        return table.logits(x)
+    def logits(self, x: Float[Array, "T D"], norm: Norm, table: Table) -> Float[Array, "T W"]:
+        """Float32 logits of the residual's rows that are asked for."""
+        return table.logits(norm(x))
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"single": Strategy}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -92,7 +94,7 @@ class TestIndependence:
         assert run(wide, prompts(), **SAMPLED) == together[str(SAMPLED)]
 
     def test_in_a_cache_that_holds_one_at_a_time(self, load_tiny, together) -> None:
-        small = load_tiny(cache_bytes=9 * 4 * 16 * 2 * 2 * 2 * 8)
+        small = load_tiny(cache_bytes=8 * 4 * 16 * 2 * 2 * 2 * 8)
         assert small.runner.num_pages == 8
         assert run(small, prompts(), **SAMPLED) == together[str(SAMPLED)]
 
@@ -367,27 +369,68 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too long": (
         [[5], [5] * 120, [5], [5] * 130],
         {"max_new_tokens": 9},
-        r"max_context = 128.*prompt 1 \(120 \+ 9 tokens\), prompt 3 \(130 \+ 9 tokens\)",
+        r"^prompt 1: 120 \+ 9 new tokens, expected at most max_context = 128 together; "
+        r"prompt 3: 130 \+ 9 new tokens, expected at most max_context = 128 together$",
     ),
-    "too long by one": ([[5] * 120], {"max_new_tokens": 9}, r"120 \+ 9"),
-    "an empty and a long one": ([[], [5] * 130], {}, "prompt 0.*prompt 1"),
-    "temperature": ([[5]], {"temperature": -0.1}, "temperature: .*>= 0, got -0.1"),
-    "temperature nan": ([[5]], {"temperature": float("nan")}, "temperature: .*got nan"),
-    "temperature inf": ([[5]], {"temperature": float("inf")}, "temperature: .*got inf"),
-    "temperature beyond float32": ([[5]], {"temperature": 1e39}, "temperature"),
+    "too long by one": ([[5] * 120], {"max_new_tokens": 9}, r"^prompt 0: 120 \+ 9 new tokens"),
+    "an empty and a long one": (
+        [[], [5] * 130],
+        {},
+        r"^prompt 0: expected at least one token.*; prompt 1: 130 \+ 3 new tokens",
+    ),
+    "everything at once": (
+        [[], [5] * 126, [97], [5], "text", [5.5]],
+        {},
+        r"^prompt 0: expected at least one token[^;]*; prompt 1: 126 \+ 3 new tokens, expected at "
+        r"most max_context = 128 together; prompt 2: [^;]*0 to 96, got \[97\]; prompt 4: [^;]*; "
+        r"prompt 5: [^;]*$",
+    ),
+    "a message by itself": (
+        {"role": "user", "content": "x"},
+        {},
+        r"^prompts: a chat is a list of messages, got a single mapping with \['content', 'role'\]$",
+    ),
+    "temperature": (
+        [[5]],
+        {"temperature": -0.1},
+        "^temperature: expected a float32 number >= 0, got -0.1$",
+    ),
+    "temperature nan": ([[5]], {"temperature": float("nan")}, "temperature: .*>= 0, got nan"),
+    "temperature inf": ([[5]], {"temperature": float("inf")}, "temperature: .*>= 0, got inf"),
+    "temperature beyond float32": (
+        [[5]],
+        {"temperature": 1e39},
+        r"temperature: expected a float32 number >= 0, got 1e\+39",
+    ),
     "top_p zero": ([[5]], {"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0.0"),
     "top_p above one": ([[5]], {"top_p": 1.01}, "top_p.*got 1.01"),
     "top_p nan": ([[5]], {"top_p": float("nan")}, "top_p.*got nan"),
     "top_k": ([[5]], {"top_k": -1}, "top_k: expected an integer >= 0, got -1"),
+    "top_k fraction": ([[5]], {"top_k": 2.5}, "top_k: expected an integer >= 0, got 2.5"),
+    "top_k bool": ([[5]], {"top_k": True}, "top_k: expected an integer >= 0, got True"),
     "min_p below": ([[5]], {"min_p": -0.1}, r"min_p: .*\[0, 1\], got -0.1"),
     "min_p above": ([[5]], {"min_p": 1.5}, r"min_p: .*\[0, 1\], got 1.5"),
     "no new tokens": ([[5]], {"max_new_tokens": 0}, "max_new_tokens: .*positive.*got 0"),
-    "seed below": ([[5]], {"seed": -1}, r"seed.*got \[-1\]"),
-    "seed above": ([[5]], {"seed": 2**64}, r"seed.*got \[18446744073709551616\]"),
+    "new tokens fraction": ([[5]], {"max_new_tokens": 2.0}, "max_new_tokens: .*positive.*got 2.0"),
+    "new tokens bool": ([[5]], {"max_new_tokens": True}, "max_new_tokens: .*positive.*got True"),
+    "seed below": ([[5]], {"seed": -1}, "^seed: expected integers .*got -1 for prompt 0$"),
+    "seed above": ([[5]], {"seed": 2**64}, "^seed: .*got 18446744073709551616 for prompt 0$"),
     "too few seeds": ([[5], [6], [7]], {"seed": [1, 2]}, r"one a prompt \(3\), got 2"),
-    "one bad seed": ([[5], [6]], {"seed": [1, -2]}, r"seed.*got \[-2\]"),
-    "stop token below": ([[5]], {"stop_token_ids": [-1]}, r"stop_token_ids.*-1"),
-    "stop token above": ([[5]], {"stop_token_ids": [3, 97]}, r"stop_token_ids.*97"),
+    "one bad seed": ([[5], [6]], {"seed": [1, -2]}, "^seed: .*got -2 for prompt 1$"),
+    "several bad seeds": (
+        [[5], [6], [7], [8]],
+        {"seed": [-1, 2, 2.5, True]},
+        "^seed: .*got -1 for prompt 0, 2.5 for prompt 2, True for prompt 3$",
+    ),
+    "stop token below": (
+        [[5]],
+        {"stop_token_ids": [-1]},
+        r"stop_token_ids: expected ids from 0 to 96, got \[-1\]",
+    ),
+    "stop token above": ([[5]], {"stop_token_ids": [3, 97]}, r"stop_token_ids.*96, got \[97\]"),
+    "stop token fraction": ([[5]], {"stop_token_ids": [3, 4.0]}, r"stop_token_ids.*got \[4.0\]"),
+    "stop token bool": ([[5]], {"stop_token_ids": [True]}, r"stop_token_ids.*got \[True\]"),
+    "stop token text": ([[5]], {"stop_token_ids": ["x"]}, r"stop_token_ids.*got \['x'\]"),
 }
 
 
@@ -396,6 +439,13 @@ def refuse(llm: LLM, what: Any, options: dict[str, Any]) -> None:
     deinfer_jax.generate(llm, what, **arguments)
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of any type, as in a user's process: annotations are not checked."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.usefixtures("unchecked")
 class TestBadInput:
     @pytest.mark.parametrize("name", BAD)
     def test_is_refused(self, llm: LLM, name: str) -> None:
@@ -416,6 +466,38 @@ class TestBadInput:
     def test_unknown_argument(self, llm: LLM) -> None:
         with pytest.raises(TypeError, match="top_kk"):
             deinfer_jax.generate(llm, [5], top_kk=3)  # pyright: ignore[reportCallIssue]
+
+    def test_integers_of_numpy(self, llm: LLM, load_tiny) -> None:
+        options: dict[str, Any] = dict(
+            max_new_tokens=np.int64(4),
+            top_k=np.int32(5),
+            temperature=np.float32(0.5),
+            seed=np.array([2**64 - 1, 7], np.uint64),
+            stop_token_ids=np.array([96], np.uint8),
+            ignore_eos=True,
+        )
+        plain: dict[str, Any] = dict(
+            max_new_tokens=4,
+            top_k=5,
+            temperature=0.5,
+            seed=[2**64 - 1, 7],
+            stop_token_ids=[96],
+            ignore_eos=True,
+        )
+        pair = [[5, 6], [7, 8]]
+        expected = deinfer_jax.generate(llm, pair, **plain)
+        # A model of its own, since annotations are checked again afterwards.
+        assert tokens(deinfer_jax.generate(load_tiny(), pair, **options)) == tokens(expected)
+
+    def test_the_tiniest_temperature_is_greedy(self, llm: LLM) -> None:
+        assert run(llm, [5, 6], temperature=1e-30) == run(llm, [5, 6])
+
+    def test_the_largest_temperature(self, llm: LLM) -> None:
+        largest = float(np.finfo(np.float32).max)
+        (done,) = deinfer_jax.generate(
+            llm, [5, 6], max_new_tokens=5, temperature=largest, ignore_eos=True
+        )
+        assert done.error is None and len(done.token_ids) == 5
 
     def test_top_k_above_the_vocabulary_keeps_all(self, llm: LLM) -> None:
         assert run(llm, [5, 6], top_k=2**40, **SAMPLED) == run(llm, [5, 6], **SAMPLED)
@@ -447,15 +529,15 @@ class TestBadInput:
         assert run(llm, prompts()) == before
 
     def test_a_cache_too_small_for_one_request(self, load_tiny) -> None:
-        small = load_tiny(cache_bytes=4 * 4 * 16 * 2 * 2 * 2 * 8)
+        small = load_tiny(cache_bytes=3 * 4 * 16 * 2 * 2 * 2 * 8)
         with pytest.raises(
-            ValueError, match=r"holds 48 tokens.*prompt 1 \(45 \+ 5 tokens\).*cache_bytes = 20480"
+            ValueError, match=r"holds 48 tokens.*prompt 1 \(45 \+ 5 tokens\).*cache_bytes = 16384"
         ):
             deinfer_jax.generate(small, [[5], [5] * 45], max_new_tokens=5)
         check_idle(small)
 
     def test_the_cache_it_names_would_do(self, load_tiny) -> None:
-        enough = load_tiny(cache_bytes=20480)
+        enough = load_tiny(cache_bytes=16384)
         assert len(run(enough, [5] * 45, new=5)[0]) == 5
 
 
@@ -489,9 +571,16 @@ class TestLogits:
             llm.logits(np.array([5.7, 6.0]))
 
     def test_a_sequence_that_the_cache_does_not_hold(self, load_tiny) -> None:
-        small = load_tiny(cache_bytes=4 * 4 * 16 * 2 * 2 * 2 * 8)
-        with pytest.raises(ValueError, match="48"):
-            small.logits([5] * 100)
+        small = load_tiny(cache_bytes=3 * 4 * 16 * 2 * 2 * 2 * 8)
+        with pytest.raises(ValueError, match="logits: the cache holds 48 tokens, got 49"):
+            small.logits([5] * 49)
+        check_idle(small)
+
+    def test_a_sequence_that_fills_the_cache(self, llm: LLM, load_tiny) -> None:
+        small = load_tiny(cache_bytes=3 * 4 * 16 * 2 * 2 * 2 * 8)
+        sequence = prompts()[8]
+        assert len(sequence) == 48
+        np.testing.assert_allclose(small.logits(sequence), llm.logits(sequence), atol=1e-5)
 
 
 def plant_nan(llm: LLM, word: int) -> None:
@@ -588,12 +677,344 @@ class TestNotANumber:
         assert (done.finish_reason, done.token_ids) == ("error", ending.ids[:4])
         assert done.error is not None and f"position {len(ending.prompt) + 4}" in done.error
 
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize("setting", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+    def test_what_the_cache_held_before_does_not_matter(
+        self, llm: LLM, together, value: float, setting: dict[str, Any]
+    ) -> None:
+        logits = llm.logits(prompts()[9])
+        runner = llm.runner
+        runner.pools = [jnp.full_like(pool, value) for pool in runner.pools]
+        assert run(llm, prompts(), **setting) == together[str(setting)]
+        runner.pools = [jnp.full_like(pool, value) for pool in runner.pools]
+        np.testing.assert_array_equal(llm.logits(prompts()[9]), logits)
+
     def test_all_weights(self, load_tiny) -> None:
         llm = load_tiny(max_batch=2)
         llm.runner.weights["norm"]["weight"] = llm.runner.weights["norm"]["weight"] * jnp.nan
         done = deinfer_jax.generate(llm, prompts(), max_new_tokens=3)
         assert {one.finish_reason for one in done} == {"error"}
         check_idle(llm)
+
+
+class Planted(jax.stages.Compiled):
+    """Stands for a compiled program whose execution fails, with the donated buffers gone or not."""
+
+    def __init__(self, program: Any, message: str, after: int, donated: bool) -> None:
+        # Of the base class only the type counts, which is checked in tests.
+        self.program, self.message = program, message
+        self.after, self.donated = after, donated
+        self.failures = 0
+
+    def memory_analysis(self) -> Any:
+        return self.program.memory_analysis()
+
+    def __call__(self, weights: Any, pools: Any, state: Any, *rest: Any) -> Any:
+        if self.after > 0:
+            self.after -= 1
+            return self.program(weights, pools, state, *rest)
+        self.failures += 1
+        if self.donated:
+            for array in jax.tree.leaves((pools, state)):
+                if isinstance(array, jax.Array):
+                    array.delete()
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+class Pending:
+    """Stands for the tokens of a program that fails after it was dispatched."""
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: planted")
+
+
+class TestDeviceFailures:
+    """After a program failed on the device, everything starts from empty pools."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def small(cls, load_tiny) -> LLM:
+        """Three slots; every program that the tests below run is compiled."""
+        llm = load_tiny(max_batch=3)
+        run(llm, prompts())
+        llm.logits(prompts()[9])
+        return llm
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_held(self, small: LLM):
+        yield
+        check_idle(small)
+        assert len(small.runner.pools) == 2
+        arrays = [*small.runner.pools, *jax.tree.leaves(small.runner.state)]
+        assert not any(array.is_deleted() for array in arrays)
+
+    def plant(
+        self,
+        llm: LLM,
+        patch: pytest.MonkeyPatch,
+        kind: str,
+        message: str,
+        *,
+        after: int = 0,
+        donated: bool = True,
+    ) -> list[Planted]:
+        planted = []
+        for key, program in list(llm.runner._executables.items()):
+            if key[0] == kind:
+                planted.append(Planted(program, message, after, donated))
+                patch.setitem(llm.runner._executables, key, planted[-1])
+        assert planted
+        return planted
+
+    @pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
+    @pytest.mark.parametrize("ahead", [0, 1])
+    @pytest.mark.parametrize("kind_and_after", [("prefill", 0), ("prefill", 2), ("decode", 0)])
+    @pytest.mark.parametrize("setting", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+    def test_the_model_works_afterwards(
+        self,
+        small: LLM,
+        together,
+        monkeypatch: pytest.MonkeyPatch,
+        kind_and_after: tuple[str, int],
+        ahead: int,
+        donated: bool,
+        setting: dict[str, Any],
+    ) -> None:
+        kind, after = kind_and_after
+        monkeypatch.setattr(small.engine, "ahead", ahead)
+        with monkeypatch.context() as patch:
+            planted = self.plant(
+                small, patch, kind, "INTERNAL: planted", after=after, donated=donated
+            )
+            with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: planted"):
+                run(small, prompts(), **setting)
+            assert sum(one.failures for one in planted) == 1
+        check_idle(small)
+        assert run(small, prompts(), **setting) == together[str(setting)]
+
+    def test_in_the_middle_of_decoding(
+        self, small: LLM, together, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            self.plant(small, patch, "decode", "INTERNAL: planted", after=4)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+                run(small, prompts())
+        assert run(small, prompts()) == together[str(GREEDY)]
+
+    def test_twice(self, small: LLM, together, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            self.plant(small, patch, "decode", "INTERNAL: planted")
+            for _ in range(2):
+                with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+                    run(small, prompts())
+        assert run(small, prompts()) == together[str(GREEDY)]
+
+    def test_logits(self, small: LLM, together, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = small.logits(prompts()[9])
+        with monkeypatch.context() as patch:
+            self.plant(small, patch, "score", "INTERNAL: planted")
+            with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+                small.logits(prompts()[9])
+        check_idle(small)
+        np.testing.assert_array_equal(small.logits(prompts()[9]), before)
+        assert run(small, prompts()) == together[str(GREEDY)]
+
+    @pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
+    @pytest.mark.parametrize("kind", ["prefill", "decode", "score"])
+    def test_out_of_memory(
+        self, small: LLM, together, monkeypatch: pytest.MonkeyPatch, kind: str, donated: bool
+    ) -> None:
+        plan = small.memory_plan()
+        with monkeypatch.context() as patch:
+            message = "RESOURCE_EXHAUSTED: planted"
+            planted = self.plant(small, patch, kind, message, donated=donated)
+            with pytest.raises(
+                OutOfDeviceMemory,
+                match=rf"^out of device memory: weights .*\b{plan.weights} bytes.*, cache .*\b"
+                rf"{plan.cache} bytes.*, temporaries .*\b\d+ bytes",
+            ) as raised:
+                if kind == "score":
+                    small.logits(prompts()[9])
+                else:
+                    run(small, prompts())
+            # The temporaries are those of the program that failed.
+            (failed,) = (one for one in planted if one.failures)
+            temporaries = failed.memory_analysis().temp_size_in_bytes
+            assert re.search(rf"temporaries .*\b{temporaries} bytes", str(raised.value))
+            assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
+        check_idle(small)
+        assert run(small, prompts()) == together[str(GREEDY)]
+
+    @pytest.mark.parametrize("ahead", [0, 1])
+    @pytest.mark.parametrize("kind", ["prefill", "decode"])
+    def test_a_failure_that_shows_when_the_tokens_are_read(
+        self,
+        small: LLM,
+        together,
+        unchecked,
+        monkeypatch: pytest.MonkeyPatch,
+        kind: str,
+        ahead: int,
+    ) -> None:
+        # On a GPU programs run asynchronously: what fails there is raised by the first read, and
+        # the pools and the state that the program gave are of no use.
+        monkeypatch.setattr(small.engine, "ahead", ahead)
+        run_program, pending = small.runner._run, Pending()
+
+        def fail(key: Any, *arguments: Any) -> Any:
+            pools, state, tokens = run_program(key, *arguments)
+            if key[0] != kind:
+                return pools, state, tokens
+            for array in jax.tree.leaves((pools, state)):
+                array.delete()
+            return pools, state, pending
+
+        with monkeypatch.context() as patch:
+            patch.setattr(small.runner, "_run", fail)
+            # The step that is dispatched next may be the first to notice that the pools are gone.
+            with pytest.raises(RuntimeError, match="planted|deleted"):
+                run(small, prompts())
+        check_idle(small)
+        try:
+            assert run(small, prompts()) == together[str(GREEDY)]
+        finally:
+            small.runner._reset()  # for the other tests
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> Any:
+    """A tokenizer as of Llama 2: words begin with a blank, decoding drops the first one, and
+    characters that are not in the vocabulary are bytes. Ids 0 … 96."""
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xBC>", "ly", ",", *(f"▁w{i}" for i in range(90))]
+    model = WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>")
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁"), "merged_with_next")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+class TestText:
+    """The text is what the continuation adds to the decoded prompt."""
+
+    @pytest.fixture
+    def speaking(self, llm: LLM, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
+        monkeypatch.setattr(llm, "tokenizer", sentencepiece)
+        return llm
+
+    def say(
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+        prompt: list[int],
+        generated: list[int],
+        reason: Any = "length",
+    ) -> str:
+        """Text of a continuation that the model is made to give."""
+
+        def run(requests: list[Request]) -> None:
+            for request in requests:
+                request.times.extend(range(len(generated) + 1))
+                request.generated.extend(generated)
+                request.finish_reason = reason
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "run", run)
+            (done,) = deinfer_jax.generate(llm, prompt, max_new_tokens=20)
+        assert done.token_ids == tuple(generated)
+        return done.text
+
+    def test_the_tokenizer_drops_a_leading_blank(self, sentencepiece: Any) -> None:
+        # Otherwise the tests below would show nothing.
+        assert sentencepiece.decode([8, 9]) == "w1 w2"
+        assert sentencepiece("w1 w2")["input_ids"] == [8, 9]
+
+    @pytest.mark.parametrize(
+        ("prompt", "generated", "reason", "text"),
+        [
+            ([1, 8], [9, 10], "length", " w2 w3"),
+            ([1, 8], [5, 9], "length", "ly w2"),
+            ([1, 8], [9, 2], "eos", " w2"),
+            ([1, 8], [9, 10], "stop", " w2"),
+            ([1, 8], [2], "eos", ""),
+            ([1, 8], [9, 2, 10], "length", " w2 w3"),
+            ([1], [9, 10], "length", "w2 w3"),
+            ([1, 8], [3, 4], "length", "ü"),
+            ([1, 8], [6, 9], "length", ", w2"),
+        ],
+        ids=[
+            "blank",
+            "no blank",
+            "end token",
+            "stop token",
+            "end token alone",
+            "special token inside",
+            "at the beginning",
+            "bytes",
+            "comma",
+        ],
+    )
+    def test_text(
+        self,
+        speaking: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+        prompt: list[int],
+        generated: list[int],
+        reason: str,
+        text: str,
+    ) -> None:
+        assert self.say(speaking, monkeypatch, prompt, generated, reason) == text
+
+    def test_an_error_without_tokens(self, speaking: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.say(speaking, monkeypatch, [1, 8], [], "error") == ""
+
+    def test_a_character_across_the_seam(
+        self, speaking: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Neither part has the character; the prompt may not come again.
+        text = self.say(speaking, monkeypatch, [1, 8, 3], [4, 9])
+        assert text.endswith(" w2") and "w1" not in text
+
+    def test_prompt_and_text_are_the_whole(self, speaking: LLM, sentencepiece: Any) -> None:
+        for done in deinfer_jax.generate(speaking, prompts(), max_new_tokens=12, ignore_eos=True):
+            prompt = list(done.prompt_token_ids)
+            both = [
+                sentencepiece.decode(ids, skip_special_tokens=True)
+                for ids in (prompt, [*prompt, *done.token_ids])
+            ]
+            if both[1].startswith(both[0]):
+                assert both[0] + done.text == both[1]
+            else:  # a byte at the seam
+                assert prompt[-1] in (3, 4)
+
+    def test_a_prompt_of_text(self, speaking: LLM, sentencepiece: Any) -> None:
+        (done,) = deinfer_jax.generate(speaking, "w1 w2", max_new_tokens=6, ignore_eos=True)
+        assert done.prompt_token_ids == (8, 9)
+        assert "w1 w2" + done.text == sentencepiece.decode(
+            [8, 9, *done.token_ids], skip_special_tokens=True
+        )
+
+    def test_a_message_by_itself(self, speaking: LLM, unchecked) -> None:
+        with pytest.raises(ValueError, match="a chat is a list of messages, got a single mapping"):
+            deinfer_jax.generate(speaking, {"role": "user", "content": "w1"})  # pyright: ignore[reportArgumentType]
 
 
 # option, value, message
@@ -609,7 +1030,11 @@ BAD_LOADS: list[tuple[str, Any, str]] = [
     ("max_context", 257, r"max_context: expected at most 256 .*got 257"),
     ("page_size", 24, r"page_size: expected one of \(16, 32, 64, 128\), got 24"),
     ("page_size", 0, r"page_size: expected one of \(16, 32, 64, 128\), got 0"),
-    ("cache_bytes", 100, "cache_bytes: expected at least 8192 .*got 100"),
+    ("cache_bytes", 100, "cache_bytes: expected at least 4096 .*got 100"),
+    ("cache_bytes", 4095, "cache_bytes: expected at least 4096 .*got 4095"),
+    ("max_batch", 2.0, "max_batch: expected a positive.*got 2.0"),
+    ("max_batch", True, "max_batch: expected a positive.*got True"),
+    ("max_context", 32.5, "max_context: expected a positive.*got 32.5"),
     ("prefill_chunk", 0, "prefill_chunk: expected a positive.*got 0"),
     ("decode_steps", 0, "decode_steps: expected a positive.*got 0"),
     ("implementation", "cuda", "implementation: expected 'reference'.*got 'cuda'"),
@@ -618,7 +1043,7 @@ BAD_LOADS: list[tuple[str, Any, str]] = [
 
 class TestLoad:
     @pytest.mark.parametrize(("option", "value", "message"), BAD_LOADS)
-    def test_bad_option(self, config, option: str, value: Any, message: str) -> None:
+    def test_bad_option(self, config, unchecked, option: str, value: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             deinfer_jax.load(config, **{option: value})
 
@@ -654,13 +1079,13 @@ class TestLoad:
             config, max_batch=3, max_context=100, page_size=32, dtype="bfloat16", kv_cache="full"
         ) as llm:
             assert (llm.max_batch, llm.max_context) == (3, 100)
-            assert llm.runner.pools[0].shape == (13, 2, 2, 32, 8)
+            assert llm.runner.pools[0].shape == (12, 2, 2, 32, 8)
             arrays = jax.tree.leaves((llm.runner.weights, llm.runner.pools))
             assert {array.dtype.name for array in arrays} == {"bfloat16"}
 
     def test_the_context_shrinks_to_the_cache(self, config) -> None:
         with deinfer_jax.load(config, cache_bytes=6 * 4096) as llm:
-            assert llm.max_context == 5 * 16
+            assert llm.max_context == 6 * 16
 
     def test_a_long_context_shrinks_to_the_default_cache(self, config) -> None:
         # 4096 bytes a page: what is asked for would take 1.6 GB.

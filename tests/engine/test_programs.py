@@ -102,7 +102,7 @@ class TestState:
         assert state.block_tables[2].tolist() == [4, 1, *[0] * 6]
 
     def test_prefill_sets_the_parameters(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
-        sampling = jax.device_get(llm.runner.state.sampling)
+        sampling = jax.device_get(llm.runner.state).sampling
         assert sampling.temperature[2] == 0.5
         assert sampling.top_k[2] == 3
         assert sampling.top_p[2] == 0.75
@@ -127,7 +127,7 @@ class TestState:
         llm.runner.decode(DecodeStep((request,), 4, 11))
         drawn = np.asarray(llm.runner.decode(DecodeStep((request,), 4, 11)))
         assert (drawn[:, 0] == programs.IDLE).all()
-        assert int(llm.runner.state.lengths[2]) == 11
+        assert jax.device_get(llm.runner.state).lengths[2] == 11
 
     def test_padding_rows_are_idle(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         drawn = np.asarray(llm.runner.decode(DecodeStep((prefilled[0],), 4, 7)))
@@ -171,7 +171,7 @@ class TestBrokenRows:
     def test_while_decoding(self, broken: LLM) -> None:
         request = start(broken, [5, 6], 1, [3])  # the other test's page, which holds NaN
         broken.runner.prefill(PrefillStep(request, 0, 2, True))
-        state = broken.runner.state
+        state: Any = broken.runner.state
         broken.runner.state = replace(state, tokens=state.tokens.at[1].set(7))
         drawn = np.asarray(broken.runner.decode(DecodeStep((request,), 4, 6)))
         assert drawn[:, 0].tolist() == [NOT_A_NUMBER, *[programs.IDLE] * 3]
