@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -169,7 +169,7 @@ def _continuation(tokenizer: Any, prompt: list[int], generated: list[int]) -> st
 
 
 def _check_stop_ids(stop_token_ids: Any, vocab_size: int) -> frozenset[int]:
-    if isinstance(stop_token_ids, str) or not hasattr(stop_token_ids, "__iter__"):
+    if not _is_list(stop_token_ids) and not isinstance(stop_token_ids, Set | range):
         raise ValueError(f"stop_token_ids: expected token ids, got {stop_token_ids!r}")
     ids = list(stop_token_ids)
     bad = [token for token in ids if not _is_int(token) or not 0 <= token < vocab_size]
@@ -195,14 +195,21 @@ def _check_parameters(
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    real = int | float | np.integer | np.floating
+    return isinstance(value, real) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, list | tuple)
 
 
 def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, list | tuple | np.ndarray):
+    if not _is_list(prompts):
         raise ValueError(
             "prompts: expected a string, a chat (a list of messages), token ids, or a list of "
             f"those, got {type(prompts).__name__}"
@@ -243,7 +250,7 @@ def _tokenize_one(llm: LLM, prompt: Any) -> list[int]:
         if not prompt:
             raise ValueError("expected text, got an empty string")
         text, special = prompt, True
-    elif not isinstance(prompt, list | tuple | np.ndarray):
+    elif not _is_list(prompt):
         raise ValueError(f"expected a string, a chat or token ids, got {type(prompt).__name__}")
     else:
         items = list(prompt)
@@ -300,7 +307,7 @@ def _check_capacity(llm: LLM, token_ids: list[list[int]], max_new_tokens: int) -
 
 
 def _one_each(seed: Any, count: int) -> list[int]:
-    seeds = list(seed) if isinstance(seed, list | tuple | range | np.ndarray) else [seed] * count
+    seeds = list(seed) if _is_list(seed) or isinstance(seed, range) else [seed] * count
     if len(seeds) != count:
         raise ValueError(f"seed: expected one, or one a prompt ({count}), got {len(seeds)}")
     bad = [

@@ -212,9 +212,12 @@ def _choose_dtype(dtype: str | None, config: ModelConfig, on_gpu: bool) -> str:
 
 
 def _check_context(config: ModelConfig, max_context: int | None) -> int | None:
-    if max_context is None or config.rope.kind == "dynamic":
-        return max_context
-    if not 1 < max_context <= config.max_position:
+    if max_context is None:
+        return None
+    if config.rope.kind == "dynamic":
+        if max_context < 2:
+            raise ValueError(f"max_context: expected at least 2, got {max_context}")
+    elif not 1 < max_context <= config.max_position:
         raise ValueError(
             f"max_context: expected 2 to {config.max_position} (the model's), got {max_context}"
         )

@@ -139,7 +139,7 @@ def choose_capacity(
         except OutOfDeviceMemory:
             if max_context is not None or context <= SHORTEST_CONTEXT:
                 raise
-            context = least = context // 2
+            context = least = max(SHORTEST_CONTEXT, context // 2)
         else:
             if max_context is None:
                 context = min(context, pages * layout.page_size)
