@@ -21,6 +21,7 @@ import numpy as np
 import deinfer_jax
 from bench.common import LLAMA_3_8B, seconds, write
 
+REPEATS = 3  # after one call of each length to compile and warm up
 READ_BANDWIDTH = {"NVIDIA H200": 4.42e12}  # bytes/s, measured: a sum over 8 GB
 
 
@@ -33,8 +34,8 @@ def measure(llm: deinfer_jax.LLM, batch: int, prompt: int, tokens: int) -> dict[
         deinfer_jax.generate(llm, prompts, max_new_tokens=count, ignore_eos=True)
 
     compiling = seconds(lambda: (run(tokens + 1), run(1)))
-    times = sorted((seconds(lambda: run(tokens + 1)), seconds(lambda: run(1))) for _ in range(3))
-    long, short = times[0]
+    long = min(seconds(lambda: run(tokens + 1)) for _ in range(REPEATS))
+    short = min(seconds(lambda: run(1)) for _ in range(REPEATS))
     step = (long - short) / tokens
 
     plan, layout = llm.memory_plan(), llm.cache_layout
@@ -91,7 +92,7 @@ def main() -> int:
             rows = [measure(llm, batch, args.prompt, args.tokens) for batch in args.batches]
             print(f"  {llm.memory_plan().describe()}", flush=True)
             results[name] = {"load_s": loading, "rows": rows}
-        write(args.name, {"dtype": "bfloat16", "results": results}, args.out)
+        write(args.name, {"dtype": "bfloat16", "repeats": REPEATS, "results": results}, args.out)
     return 0
 
 

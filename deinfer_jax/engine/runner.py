@@ -215,8 +215,8 @@ class Runner:
     def warm_up(self, *, progress: bool) -> None:
         """Compiles every program that serving can need; from then on the guard holds."""
         keys = [key for key in self.buckets.programs() if key not in self._executables]
-        # XLA compiles without Python's lock, so one program is traced while others are compiled. One
-        # at a time on a GPU, where compiling includes timing candidates on the device.
+        # XLA compiles without Python's lock: one program is traced while others are compiled. On a
+        # GPU one at a time, because compiling there includes timing candidates.
         on_cpu = self.device.platform == "cpu"
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2) if on_cpu else 1) as pool:
             jobs = {pool.submit(self._lower(key).compile): key for key in keys}
