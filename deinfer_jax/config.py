@@ -341,6 +341,8 @@ class ModelConfig:
         if missing:
             raise ValueError(f"config.json of a {model_type} model lacks {', '.join(missing)}")
         heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"num_attention_heads: expected a positive integer, got {heads!r}")
         return cls(
             family="llama",
             vocab_size=hf["vocab_size"],

@@ -94,6 +94,7 @@ class TestGenerate:
 
         monkeypatch.setattr(deinfer_jax, "generate", spy)
         options = "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 9 --ignore-eos"
+        options += " --stop-token-ids 7 9"
         with pytest.raises(ValueError, match="zip"):  # the spy has no completions to print
             cli._generate(
                 cli._parser().parse_args(
@@ -109,9 +110,45 @@ class TestGenerate:
             min_p=0.25,
             seed=9,
             ignore_eos=True,
+            stop_token_ids=[7, 9],
             max_batch=3,
             max_context=64,
         )
+
+    def test_loading_options_are_passed_on(
+        self, model: Path, expected, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: dict[str, Any] = {}
+        load = deinfer_jax.load
+
+        def spy(path: Any, **options: Any) -> deinfer_jax.LLM:
+            seen.update(options, path=path)
+            return load(path, **options)
+
+        monkeypatch.setattr(deinfer_jax, "load", spy)
+        options = "--dtype float32 --max-batch 3 --max-context 64 --cache-bytes 200000"
+        options += " --page-size 32 --prefill-chunk 16 --decode-steps 2 --implementation reference"
+        assert generate(model, "w7 w8", *options.split()) == 0
+        assert seen == dict(
+            path=str(model),
+            dtype="float32",
+            max_batch=3,
+            max_context=64,
+            cache_bytes=200000,
+            page_size=32,
+            prefill_chunk=16,
+            decode_steps=2,
+            implementation="reference",
+        )
+
+    def test_stop_token_ids(
+        self, model: Path, expected, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        ids = expected["w7 w8"].token_ids
+        assert generate(model, "w7 w8", "--json", "--stop-token-ids", str(ids[1]), "3") == 0
+        record = json.loads(capsys.readouterr().out)
+        count = ids.index(ids[1]) + 1
+        assert (record["token_ids"], record["finish_reason"]) == (list(ids[:count]), "stop")
 
     def test_a_failed_request(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -138,13 +175,20 @@ BAD = {
     "new tokens": (["--max-new-tokens", "0", "w7"], "max_new_tokens"),
     "seed": (["--seed", "-1", "w7"], "seed"),
     "batch": (["--max-batch", "0", "w7"], "max_batch"),
-    "context": (["--max-context", "1000", "w7"], "max_context: expected at most 96"),
+    "context": (["--max-context", "1000", "w7"], "max_context: expected 2 to 96"),
+    "context of one": (["--max-context", "1", "w7"], "max_context: expected 2 to 96"),
+    "page size": (["--page-size", "17", "w7"], "page_size: expected one of (16, 32, 64, 128)"),
+    "prefill chunk": (["--prefill-chunk", "0", "w7"], "prefill_chunk: expected a positive"),
+    "decode steps": (["--decode-steps", "0", "w7"], "decode_steps: expected a positive"),
+    "implementation": (["--implementation", "cuda", "w7"], "implementation: expected 'reference'"),
+    "missing implementation": (["--implementation", "mosaic_gpu", "w7"], "mosaic_gpu"),
+    "stop token": (["w7", "--stop-token-ids", "160"], "stop_token_ids: expected ids from 0 to 159"),
     "cache": (["--cache-bytes", "10", "w7"], "cache_bytes"),
     "long prompt": (
         ["w7", "w7 " * 95],
         "prompt 1: 95 + 5 new tokens, expected at most max_context = 96 together",
     ),
-    "empty prompt": (["w7", ""], "prompt 1"),
+    "empty prompt": (["w7", ""], "prompt 1: expected text, got an empty string"),
 }
 
 
@@ -163,6 +207,18 @@ class TestErrors:
         captured = capsys.readouterr()
         assert captured.err.startswith(f"deinfer {arguments[0]}: nowhere")
         assert captured.err.count("\n") == 1 and captured.out == ""
+
+    def test_an_error_of_the_device(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        import jax
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise jax.errors.JaxRuntimeError("INTERNAL: planted")
+
+        monkeypatch.setattr(deinfer_jax, "generate", fail)
+        assert generate(model, "w7") == 1
+        assert capsys.readouterr().err == "deinfer generate: INTERNAL: planted\n"
 
     def test_a_model_that_may_not_be_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -190,6 +246,8 @@ class TestErrors:
             ["generate", "model"],
             ["generate", "model", "x", "--tempreature", "1"],
             ["generate", "model", "x", "--dtype", "int8"],
+            ["generate", "model", "x", "--page-size", "big"],
+            ["generate", "model", "x", "--stop-token-ids"],
             ["inspect"],
         ],
         ids=" ".join,

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -184,6 +186,12 @@ class TestRopeConfig:
     def test_missing_factor(self, kind: str) -> None:
         with pytest.raises(ValueError, match="factor"):
             RopeConfig.from_hf({"max_position_embeddings": 96, "rope_scaling": {"type": kind}})
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of any type, as in a user's process: annotations are not checked."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 class TestFromHf:
@@ -420,9 +428,62 @@ class TestErrors:
         with pytest.raises(ValueError, match="partial_rotary_factor: expected 1 .*got 0.5"):
             config(**written)
 
-    @pytest.mark.parametrize("written", [1, 1.0])
-    def test_all_of_a_head_turns(self, written: float) -> None:
+    @pytest.mark.parametrize("written", [1, 1.0, None])
+    def test_all_of_a_head_turns(self, written: float | None) -> None:
         assert config(partial_rotary_factor=written) == config()
+
+    @pytest.mark.parametrize(
+        "written",
+        [
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "linear", "factor": 8.0},
+                }
+            },
+            {"rope_scaling": {"rope_type": "default", "full_attention": {"factor": 2.0}}},
+        ],
+        ids=["one layer type", "two layer types", "rope_scaling"],
+    )
+    def test_rope_by_layer_type(self, written: dict[str, Any]) -> None:
+        with pytest.raises(
+            ValueError,
+            match="rope parameters by layer type are not supported, got .*full_attention",
+        ):
+            config(**written)
+
+    @pytest.mark.parametrize("value", [0.0, -1e-6, float("nan"), "1e-5", None, 1, True])
+    def test_rms_norm_eps_must_be_a_positive_float(self, unchecked, value: Any) -> None:
+        with pytest.raises(
+            ValueError, match=f"rms_norm_eps: expected a positive float, got {value!r}"
+        ):
+            config(rms_norm_eps=value)
+
+    @pytest.mark.parametrize(
+        ("written", "bad"),
+        [
+            (160, "160"),
+            (-1, "-1"),
+            ([2, 160], "160"),
+            ("2", "'2'"),
+            ([2, None], "None"),
+            (2.0, "2.0"),
+        ],
+        ids=str,
+    )
+    def test_end_tokens_must_be_words(self, unchecked, written: Any, bad: str) -> None:
+        with pytest.raises(
+            ValueError, match=f"eos_token_ids: expected ids from 0 to 159, got {bad}$"
+        ):
+            config(eos_token_id=written)
+
+    @pytest.mark.parametrize(
+        ("written", "name"), [("head_dim", "head_dim"), ("num_key_value_heads", "num_kv_heads")]
+    )
+    def test_zero_is_not_taken_for_left_out(self, written: str, name: str) -> None:
+        with pytest.raises(ValueError, match=f"{name}: expected a positive integer, got 0"):
+            config(**{written: 0})
 
     def test_heads_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
@@ -484,11 +545,52 @@ class TestValues:
             windowed = dict(use_sliding_window=True, sliding_window=7, layer_types=kinds)
             config(model_type="qwen2", **windowed).replace(num_layers=2)
 
-    def test_group_size(self) -> None:
-        assert config().group_size == 3
-
     def test_low_rank_by_module(self) -> None:
         piece = Slice(v="v", offset=0, rank=3)
         low_rank = LowRank((("model.layers.0.mlp.up_proj", piece),))
         assert low_rank.get("model.layers.0.mlp.up_proj") == piece
         assert low_rank.get("model.layers.0.mlp.up") is None
+
+
+class TestBuild:
+    """``models.build`` refuses what its model does not have."""
+
+    def build(self, low_rank: LowRank) -> Any:
+        from deinfer_jax.models import build
+        from deinfer_jax.parallel.strategy import get_strategy
+
+        return build(
+            config().replace(low_rank=low_rank),
+            max_context=32,
+            strategy=get_strategy("auto", 1),
+            dtype=jnp.dtype("float32"),
+        )
+
+    @pytest.mark.parametrize(
+        "module",
+        [
+            "model.layers.3.mlp.up_proj",
+            "model.layers.0.mlp.up",
+            "model.layers.0.self_attn.q_norm",
+            "up_proj",
+            "lm_head",
+        ],
+    )
+    def test_a_module_that_it_lacks(self, module: str) -> None:
+        good = ("model.layers.0.mlp.up_proj", Slice(v="v", offset=0, rank=3))
+        with pytest.raises(ValueError, match=f"low_rank: the model has no modules {module}$"):
+            self.build(LowRank((good, (module, Slice(v="w", offset=0, rank=3)))))
+
+    def test_all_that_it_lacks_are_named(self) -> None:
+        piece = Slice(v="v", offset=0, rank=3)
+        with pytest.raises(ValueError, match="no modules a, b$"):
+            self.build(LowRank((("a", piece), ("b", piece))))
+
+    @pytest.mark.parametrize(
+        "module",
+        ["mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"]
+        + [f"self_attn.{name}_proj" for name in "qkvo"],
+    )
+    def test_modules_that_it_has(self, module: str) -> None:
+        name = f"model.layers.2.{module}"
+        self.build(LowRank(((name, Slice(v="v", offset=0, rank=3)),)))

@@ -101,6 +101,8 @@ def load(
         prefill_chunk=prefill_chunk,
         decode_steps=decode_steps,
     )
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed: expected an integer from 0 to 2^32 - 1, got {seed!r}")
     check_available(implementation)
     placement = get_strategy(strategy, 1 if tensor_parallel is None else tensor_parallel)
     _use_compilation_cache()
@@ -205,10 +207,9 @@ def _check_positive(**values: int | None) -> None:
 def _choose_dtype(dtype: str | None, config: ModelConfig, on_gpu: bool) -> str:
     if dtype is None:
         return config.dtype if on_gpu else "float32"
-    name = jnp.dtype(dtype).name if not isinstance(dtype, str) else dtype
-    if name not in DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or None, got {dtype!r}")
-    return name
+    return dtype
 
 
 def _check_context(config: ModelConfig, max_context: int | None) -> int | None:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deinfer_jax.cache.view import DecodeView, PrefillView
+from deinfer_jax.cache import view as cache_view
+from deinfer_jax.cache.view import DecodeView, PrefillView, query_block
 
 N, K, H, S, PAGES = 6, 2, 10, 16, 9
 SCALE = 0.4
@@ -69,6 +70,10 @@ def differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnames="window")
 def attend(view, pool, q, k, v, window):
     return view.attend(pool, q, k, v, scale=SCALE, window=window)
+
+
+def forget_programs() -> None:
+    attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def table(*pages: int, length: int, unused: int = 0) -> np.ndarray:
@@ -222,6 +227,82 @@ class TestPrefill:
     def test_positions(self) -> None:
         view = PrefillView(jnp.zeros(2, jnp.int32), jnp.int32(5), jnp.int32(2))
         assert np.asarray(view.positions(4)).tolist() == [5, 6, 7, 8]
+
+
+class TestQueryBlocks:
+    """A chunk attends in blocks of queries; how many makes no difference."""
+
+    def blocks(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        score_bytes: int,
+        *,
+        window: int | None = None,
+        bucket: int = 90,
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Outputs of a sequence of 83 tokens in two chunks, and its pool; also the blocks of the
+        second chunk."""
+        monkeypatch.setattr(cache_view, "SCORE_BYTES", score_bytes)
+        forget_programs()  # the size is read when a program is traced
+        lengths: list[int] = []
+        real_map = jax.lax.map
+
+        def spy(function, arguments):
+            lengths.append(arguments[0].shape[0])
+            return real_map(function, arguments)
+
+        monkeypatch.setattr(jax.lax, "map", spy)
+        whole, pages = sequence(83), table(4, 1, 6, 3, 7, 2, length=7)
+        first, pool = prefill(garbage_pool(), whole, pages, 0, 10, 16, window)
+        second, pool = prefill(pool, whole, pages, 10, 73, bucket, window)
+        forget_programs()
+        return np.concatenate([first, second]), pool, lengths[-1] if lengths else 1
+
+    # 7 pages of 16 tokens and 6 heads: 2688 bytes a query.
+    @pytest.mark.parametrize(
+        ("score_bytes", "count"), [(0, 6), (32 * 2688 - 1, 6), (32 * 2688, 3), (64 * 2688, 2)]
+    )
+    @pytest.mark.parametrize("window", [None, 7, 20])
+    def test_several_blocks_equal_one(
+        self, monkeypatch: pytest.MonkeyPatch, score_bytes: int, count: int, window: int | None
+    ) -> None:
+        # 90 rows are no multiple of a block.
+        one, one_pool, single = self.blocks(monkeypatch, 2**28, window=window)
+        found, pool, blocks = self.blocks(monkeypatch, score_bytes, window=window)
+        assert (single, blocks) == (1, count)
+        np.testing.assert_allclose(found, one, atol=2e-6)  # of values up to 3
+        np.testing.assert_array_equal(pool, one_pool)
+        np.testing.assert_allclose(found, sequence(83).attended(window), atol=1e-5)
+
+    @pytest.mark.parametrize("bucket", [80, 81, 95])
+    def test_counts_around_a_multiple(self, monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
+        found, _, blocks = self.blocks(monkeypatch, 0, bucket=bucket, window=20)
+        assert blocks == -(-bucket // 16)
+        np.testing.assert_allclose(found, sequence(83).attended(20), atol=1e-5)
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_what_no_token_sees_does_not_leak(
+        self, monkeypatch: pytest.MonkeyPatch, value: float
+    ) -> None:
+        monkeypatch.setattr(cache_view, "SCORE_BYTES", 0)
+        forget_programs()
+        whole, pages = sequence(37), table(4, 1, 6, length=5, unused=8)
+        outs = [
+            prefill(pool, whole, pages, 0, 37, 40)[0]
+            for pool in (garbage_pool(), garbage_pool(value))
+        ]
+        forget_programs()
+        np.testing.assert_array_equal(outs[1], outs[0])
+        np.testing.assert_allclose(outs[0], whole.attended(), atol=1e-5)
+
+    @pytest.mark.parametrize("heads", [1, 9, 32])
+    @pytest.mark.parametrize("context", [16, 8192, 131072, 2**20])
+    def test_scores_of_a_block_fit(self, heads: int, context: int) -> None:
+        block = query_block(heads, context)
+        size = heads * context * 4
+        assert block & (block - 1) == 0 and block >= 16
+        assert block == 16 or block * size <= cache_view.SCORE_BYTES
+        assert 2 * block * size > cache_view.SCORE_BYTES
 
 
 Rows = tuple[list[Sequence], np.ndarray, np.ndarray]

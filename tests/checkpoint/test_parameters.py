@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,8 +164,24 @@ def test_a_tensor_that_is_not_finite_is_named_with_a_count(checkpoint: Path, val
     broken = weights["model.layers.1.self_attn.v_proj.weight"].copy()
     broken[3, 5] = broken[7, 1] = value
     change(checkpoint, model__layers__1__self_attn__v_proj__weight=broken)
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_proj\.weight: 2 of 768 values"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{re.escape(str(checkpoint))}: tensor model\.layers\.1\.self_attn\.v_proj\.weight"
+        r": 2 of 768 values are NaN or infinite as float32 \(stored as F32\)$",
+    ):
         deinfer_jax.load(checkpoint)
+
+
+def test_values_beyond_float16_are_named_with_both_types(checkpoint: Path) -> None:
+    large = np.ones(48, np.float32)
+    large[[3, 9, 11]] = 7e4
+    change(checkpoint, model__norm__weight=large)
+    with pytest.raises(
+        ValueError,
+        match=rf"^{re.escape(str(checkpoint))}: tensor model\.norm\.weight: 3 of 48 values are NaN "
+        r"or infinite as float16 \(stored as F32\)$",
+    ):
+        deinfer_jax.load(checkpoint, dtype="float16")
 
 
 def test_large_finite_values_are_not_taken_for_infinity(checkpoint: Path) -> None:

@@ -82,6 +82,7 @@ class TestFilters:
             dict(top_k=WORDS),
             dict(top_k=WORDS + 100),
             dict(top_p=0.01),
+            dict(top_p=1e-7),
             dict(top_p=0.5),
             dict(top_p=0.9),
             dict(top_p=0.999),
@@ -299,7 +300,11 @@ class TestSample:
         drawn = draw(logits, keys(40), np.arange(40), params(40, temperature=0.0))
         np.testing.assert_array_equal(drawn, logits.argmax(axis=1))
 
-    @pytest.mark.parametrize("setting", [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)], ids=str)
+    @pytest.mark.parametrize(
+        "setting",
+        [dict(top_k=1), dict(top_p=1e-6), dict(top_p=1e-38), dict(top_p=1e-46), dict(min_p=1.0)],
+        ids=str,
+    )
     def test_filters_that_leave_one_word(self, setting: dict) -> None:
         logits = random_logits(40)
         drawn = draw(logits, keys(40), np.arange(40), params(40, temperature=5.0, **setting))

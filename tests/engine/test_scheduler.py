@@ -148,7 +148,7 @@ class TestDecode:
         s = scheduler()
         requests = added(s, request(5, 4), request(9, 4))
         prefill_all(s)
-        assert s.schedule() == DecodeStep(requests, 1, 10)
+        assert s.schedule() == DecodeStep(requests, 10)
 
     def test_context_is_that_of_the_longest(self) -> None:
         s = scheduler(decode_steps=4)
@@ -162,14 +162,22 @@ class TestDecode:
         s = scheduler(decode_steps=4)
         added(s, request(5, 9))
         prefill_all(s)
-        assert [step.steps for step in (s.schedule(), s.schedule()) if step] == [4, 4]  # pyright: ignore[reportAttributeAccessIssue]
-
-    def test_single_steps_where_fewer_are_left(self) -> None:
-        s = scheduler(decode_steps=4)
-        added(s, request(5, 4))
-        prefill_all(s)
         steps = [s.schedule() for _ in range(3)]
-        assert [step.steps for step in steps if isinstance(step, DecodeStep)] == [1, 1, 1]
+        # 8 tokens after the first one, in two dispatches
+        assert [step.context for step in steps if isinstance(step, DecodeStep)] == [9, 13]
+        assert steps[2] is None
+
+    @pytest.mark.parametrize(
+        ("new", "contexts"), [(2, [6]), (4, [8]), (5, [9]), (6, [9, 10]), (10, [9, 13, 14])]
+    )
+    def test_one_dispatch_where_fewer_tokens_are_left(self, new: int, contexts: list[int]) -> None:
+        s = scheduler(decode_steps=4)
+        (r,) = added(s, request(5, new))
+        prefill_all(s)
+        steps = [s.schedule() for _ in contexts]
+        assert steps == [DecodeStep((r,), context) for context in contexts]
+        assert s.schedule() is None
+        assert r.dispatched == new
 
     def test_nothing_beyond_the_limit(self) -> None:
         s = scheduler()
@@ -266,7 +274,7 @@ def test_simulation(ahead: int, decode_steps: int) -> None:
         drawn = (
             {step.request: int(step.last)}
             if isinstance(step, PrefillStep)
-            else dict.fromkeys(step.requests, step.steps)
+            else dict.fromkeys(step.requests, decode_steps)
         )
         for r, count in drawn.items():
             for _ in range(count):
@@ -293,10 +301,10 @@ def test_simulation(ahead: int, decode_steps: int) -> None:
             cached[id(r)] += step.length
             assert step.last == (cached[id(r)] == len(r.prompt))
         elif isinstance(step, DecodeStep):
-            assert step.requests and step.steps in (1, decode_steps)
+            assert step.requests
             for r in step.requests:
                 assert len(r.prompt) <= cached[id(r)] < r.max_length
-                cached[id(r)] = min(cached[id(r)] + step.steps, r.max_length)
+                cached[id(r)] = min(cached[id(r)] + decode_steps, r.max_length)
                 assert cached[id(r)] <= len(r.pages) * PAGE
             assert step.context == max(cached[id(r)] for r in step.requests)
         if step is not None:
