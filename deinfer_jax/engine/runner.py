@@ -196,7 +196,7 @@ class Runner:
             _scalar(len(tokens), np.int32),
             table,
         )
-        return np.asarray(logits)[: len(tokens)]
+        return self.read(logits)[: len(tokens)]
 
     def read(self, result: jax.Array) -> np.ndarray:
         """Waits for a program's result; a program that ran out of memory says so here."""

@@ -16,6 +16,8 @@ __all__ = ["WordTable"]
 class WordTable(nnx.Module):
     """A table [W, D] that looks words up, or turns x into logits.
 
+    *Sharding contract*: split on W under every strategy that splits; whole on one device.
+
     Args:
         name: ``model.embed_tokens`` or ``lm_head``.
     """

@@ -54,6 +54,14 @@ class Expand(nnx.Module):
     one product z = v x [T, R], and each group of projections that share a slice of z is one product
     with their u's stacked. All three may occur in one block.
 
+    Example: q dense and {k, v} sharing a v of rank 5 give w [Oq, D], v [5, D] and one u [Ok + Ov,
+    5] that reads z[:, 0:5]; with a v each, of ranks 5 and 3, v is [8, D] and two u's read z[:, 0:5]
+    and z[:, 5:8].
+
+    *Sharding contract*: u and w may be split on their outputs (heads, F), v on R or on D; the
+    collective, if any, stands between ``latents`` and ``outputs`` and moves R elements a token. On
+    one device all are whole.
+
     Args:
         parent: module the projections belong to, e.g. ``model.layers.0.self_attn``.
         outputs: output width by projection, in order.
@@ -130,6 +138,10 @@ class Expand(nnx.Module):
 
 class Contract(nnx.Module):
     """The projection that writes the residual stream (o, down): dense, or u (v h).
+
+    *Sharding contract*: w and v may be split on their inputs (heads, F), u on D; the collective
+    stands between ``latents`` and ``outputs`` (R elements a token), or behind w (D elements). On
+    one device all are whole.
 
     Args:
         name: the module, e.g. ``model.layers.0.self_attn.o_proj``.
