@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deinfer_jax.checkpoint.source import import_transformers
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +100,6 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> PreTrainedTokeni
         ValueError: an unsupported tokenizer or pre-tokenizer (the message lists the supported), or
             metadata that contradict each other.
     """
-    from transformers import PreTrainedTokenizerFast
 
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
@@ -138,7 +139,7 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> PreTrainedTokeni
     extra: dict[str, Any] = {name: token for name, token in special.items() if token is not None}
     if (template := _chat_template(metadata)) is not None:
         extra["chat_template"] = template
-    return PreTrainedTokenizerFast(
+    return import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         add_bos_token=bool(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deinfer_jax.checkpoint.source import Checkpoint, listing
+from deinfer_jax.checkpoint.source import Checkpoint, import_transformers, listing
 from deinfer_jax.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -107,9 +107,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{self.path}: expected a tokenizer ({', '.join(TOKENIZER_FILES)}), "
                 f"found {listing(self.path)}"
             )
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        tokenizers = import_transformers().AutoTokenizer
+        return tokenizers.from_pretrained(self.path, local_files_only=True)
 
     def _read_config(self, hf: dict[str, Any]) -> ModelConfig:
         try:

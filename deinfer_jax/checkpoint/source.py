@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,6 +67,25 @@ class Checkpoint(ABC):
             FileNotFoundError: the checkpoint has no tokenizer.
             ValueError: the tokenizer is of an unsupported kind, or inconsistent.
         """
+
+
+def import_transformers() -> Any:
+    """The package transformers, late because importing it takes seconds.
+
+    Without torch it says at its first import that no models are available, which need not worry
+    anybody who wants a tokenizer.
+    """
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import transformers
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return transformers
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

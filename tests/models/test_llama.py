@@ -73,14 +73,20 @@ def _decode_logits(graph, weights, tokens, pools, view):
     return model.logits(x), pools
 
 
-def test_dynamic_ntk_is_fixed_from_max_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [512, 16])
+def test_dynamic_ntk_is_fixed_from_max_context(tmp_path: Path, chunk: int) -> None:
     rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
     theirs = tiny.make("gqa", tmp_path, rope_parameters=rope, max_position_embeddings=24)
     tokens = tiny.random_tokens(TOKENS)
     # transformers stretches for the sequence at hand; ours for max_context: the same where the two
     # are equal.
-    with deinfer_jax.load(tmp_path, max_context=TOKENS) as llm:
-        assert_close(llm.logits(tokens), tiny.torch_logits(theirs, tokens))
+    with deinfer_jax.load(tmp_path, max_context=TOKENS, prefill_chunk=chunk) as llm:
+        expected = tiny.torch_logits(theirs, tokens)
+        assert_close(llm.logits(tokens), expected)
+        # Decode, with the frequencies of 41 tokens from the first step on.
+        (done,) = deinfer_jax.generate(llm, tokens[:-2], max_new_tokens=2, ignore_eos=True)
+        sequence = np.append(tokens[:-2], done.token_ids[0]).astype(np.int32)
+        assert llm.logits(sequence)[-1].argmax() == done.token_ids[1]
 
 
 def test_greedy_tokens_equal_a_full_forward_without_cache(checkpoint) -> None:
