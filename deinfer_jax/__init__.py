@@ -13,5 +13,7 @@ from deinfer_jax.engine.llm import LLM as LLM
 from deinfer_jax.engine.load import load as load
 from deinfer_jax.engine.memory import OutOfDeviceMemory as OutOfDeviceMemory
 from deinfer_jax.engine.runner import RecompilationError as RecompilationError
+from deinfer_jax.evaluate.perplexity import Perplexity as Perplexity
+from deinfer_jax.evaluate.perplexity import perplexity as perplexity
 
 __version__ = "0.1.0"

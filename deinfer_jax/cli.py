@@ -71,6 +71,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("model", help="a Hugging Face directory or a GGUF file")
 
+    measure = _command(
+        commands,
+        "perplexity",
+        "perplexity of a text file under a model",
+        "deinfer perplexity model.gguf text.txt --window 512 --predictions 4088",
+        _perplexity,
+    )
+    measure.add_argument("model", help="a Hugging Face directory or a GGUF file")
+    measure.add_argument("text", help="a UTF-8 text file")
+    measure.add_argument("--window", type=int, default=1024, metavar="TOKENS")
+    measure.add_argument("--stride", type=int, metavar="TOKENS", help="default: the window")
+    measure.add_argument("--predictions", type=int, metavar="N", help="stop after N (default: all)")
+    measure.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+
     _command(
         commands,
         "doctor",
@@ -137,6 +151,26 @@ def _inspect(args: argparse.Namespace) -> int:
     import deinfer_jax
 
     print(deinfer_jax.inspect(args.model))
+    return 0
+
+
+def _perplexity(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import deinfer_jax
+
+    text = Path(args.text).read_text(encoding="utf-8")
+    # One window at a time: nothing is decoded, so the cache need not hold more.
+    with deinfer_jax.load(
+        args.model, dtype=args.dtype, max_batch=1, max_context=max(2, args.window)
+    ) as llm:
+        result = deinfer_jax.perplexity(
+            llm, text, window=args.window, stride=args.stride, predictions=args.predictions
+        )
+    print(
+        f"perplexity {result.value:.4f} ({result.nll:.4f} nats a token, {result.predictions} "
+        f"predictions in {result.windows} windows of {args.window})"
+    )
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -98,36 +98,63 @@ class LLM:
         Raises:
             ValueError: the sequence is empty or too long, or an id is not in the vocabulary.
         """
-        self.check_open()
         tokens = check_token_ids(token_ids, self.config.vocab_size)
+        return self._in_chunks("logits", tokens, self.runner.logits)
+
+    def score(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Log-probability of each token of a sequence given those before it, the first left out.
+
+        Args:
+            token_ids: 2 to ``max_context`` ids.
+
+        Returns:
+            float32 [T − 1], natural logarithms; NaN where the model's logits are not numbers.
+
+        Raises:
+            ValueError: the sequence is too short or too long, or an id is not in the vocabulary.
+        """
+        tokens = check_token_ids(token_ids, self.config.vocab_size)
+        if len(tokens) < 2:
+            raise ValueError("score: expected at least two tokens, got one")
+
+        def chunk(some: list[int], start: int, pages: list[int]) -> np.ndarray:
+            after = start + 1
+            return self.runner.score(some, tokens[after : after + len(some)], start, pages)
+
+        return self._in_chunks("score", tokens[:-1], chunk)
+
+    def _in_chunks(
+        self,
+        what: str,
+        tokens: list[int],
+        run: Callable[[list[int], int, list[int]], np.ndarray],
+    ) -> np.ndarray:
+        """Runs a sequence through the cache outside of any request, chunk by chunk."""
+        self.check_open()
         if len(tokens) > self.max_context:
             raise ValueError(
-                f"logits: expected at most max_context = {self.max_context} tokens, "
+                f"{what}: expected at most max_context = {self.max_context} tokens, "
                 f"got {len(tokens)}"
             )
+        allocator, layout = self.engine.scheduler.allocator, self.runner.layout
+        step = self.runner.buckets.chunk[-1]
         with self.engine.lock:
-            return self._score(tokens)
-
-    def _score(self, tokens: list[int]) -> np.ndarray:
-        scheduler, layout = self.engine.scheduler, self.runner.layout
-        if layout.pages_for(len(tokens)) > scheduler.allocator.num_free:
-            raise ValueError(
-                "logits: the cache holds "
-                f"{scheduler.allocator.num_free * layout.page_size} tokens, got {len(tokens)}"
-            )
-        pages = scheduler.allocator.allocate(layout.pages_for(len(tokens)))
-        try:
-            step = self.runner.buckets.chunk[-1]
-            parts = [
-                self.runner.score(tokens[start : start + step], start, pages)
-                for start in range(0, len(tokens), step)
-            ]
-        except BaseException:
-            self.runner.reset()
-            raise
-        finally:
-            scheduler.allocator.release(pages)
-        return np.concatenate(parts)
+            if layout.pages_for(len(tokens)) > allocator.num_free:
+                raise ValueError(
+                    f"{what}: the cache holds {allocator.num_free * layout.page_size} tokens, got "
+                    f"{len(tokens)}"
+                )
+            pages = allocator.allocate(layout.pages_for(len(tokens)))
+            try:
+                starts = range(0, len(tokens), step)
+                return np.concatenate(
+                    [run(tokens[start : start + step], start, pages) for start in starts]
+                )
+            except BaseException:
+                self.runner.reset()
+                raise
+            finally:
+                allocator.release(pages)
 
     def close(self) -> None:
         """Frees weights and cache on the device; the object is of no use afterwards."""

@@ -30,6 +30,7 @@ __all__ = [
     "PromptChunk",
     "decode",
     "empty_state",
+    "logits",
     "prefill",
     "score",
 ]
@@ -205,7 +206,7 @@ def decode(
     return pools, state, drawn
 
 
-def score(
+def logits(
     graph: nnx.GraphDef[Any],
     weights: Weights,
     pools: list[LayerPool],
@@ -214,8 +215,24 @@ def score(
     length: Int32[Array, ""],
     block_table: Int32[Array, " M"],
 ) -> tuple[list[LayerPool], Float[Array, "T W"]]:
-    """Logits of every token of a chunk, float32; like ``prefill`` otherwise, but no slot is
-    touched."""
+    """Logits after each token of a chunk, float32; like ``prefill`` otherwise, but for no slot."""
     model = nnx.merge(graph, weights)
     x, pools = model(tokens, pools, PrefillView(block_table, start, length))
     return pools, model.logits(x)
+
+
+def score(
+    graph: nnx.GraphDef[Any],
+    weights: Weights,
+    pools: list[LayerPool],
+    tokens: Int32[Array, " T"],
+    targets: Int32[Array, " T"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+    block_table: Int32[Array, " M"],
+) -> tuple[list[LayerPool], Float[Array, " T"]]:
+    """Log-probability of ``targets[t]`` after ``tokens[: t + 1]``, float32, so that the host gets a
+    number a token and not a vocabulary."""
+    pools, every = logits(graph, weights, pools, tokens, start, length, block_table)
+    wanted = jnp.take_along_axis(every, targets[:, None], axis=1)[:, 0]
+    return pools, wanted - jax.nn.logsumexp(every, axis=1)

@@ -183,20 +183,31 @@ class Runner:
         )
         return drawn
 
-    def score(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> np.ndarray:
+    def logits(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> np.ndarray:
         """Logits float32 [len(tokens), W] of a chunk at ``start`` whose sequence owns ``pages``."""
-        rows, bucket = self.buckets.for_chunk(len(tokens), start + len(tokens))
-        table = self._table(pages, bucket)
-        self.pools, logits = self._run(
-            ("score", rows, bucket),
+        return self._read_chunk("logits", [tokens], start, pages)
+
+    def score(
+        self, tokens: Sequence[int], targets: Sequence[int], start: int, pages: Sequence[int]
+    ) -> np.ndarray:
+        """Log-probabilities float32 [len(tokens)] of the token after each one of a chunk."""
+        return self._read_chunk("score", [tokens, targets], start, pages)
+
+    def _read_chunk(
+        self, kind: str, ids: Sequence[Sequence[int]], start: int, pages: Sequence[int]
+    ) -> np.ndarray:
+        count = len(ids[0])
+        rows, bucket = self.buckets.for_chunk(count, start + count)
+        self.pools, result = self._run(
+            (kind, rows, bucket),
             self.weights,
             self.pools,
-            _padded(tokens, rows),
+            *(_padded(some, rows) for some in ids),
             _scalar(start, np.int32),
-            _scalar(len(tokens), np.int32),
-            table,
+            _scalar(count, np.int32),
+            self._table(pages, bucket),
         )
-        return self.read(logits)[: len(tokens)]
+        return self.read(result)[:count]
 
     def read(self, result: jax.Array) -> np.ndarray:
         """Waits for a program's result; a program that ran out of memory says so here."""
@@ -289,10 +300,12 @@ class Runner:
                 implementation=self.implementation,
             )
             return function, (self.weights, self.pools, self.state, tokens)
+        rest = (scalar, scalar, self._table([], pages))
+        if kind == "logits":
+            return partial(programs.logits, self.graph), (self.weights, self.pools, tokens, *rest)
         assert kind == "score"
         function = partial(programs.score, self.graph)
-        table = self._table([], pages)
-        return function, (self.weights, self.pools, tokens, scalar, scalar, table)
+        return function, (self.weights, self.pools, tokens, tokens, *rest)
 
     def _run(self, key: Key, *arguments: Any) -> Any:
         executable = self.executable(key)
@@ -336,7 +349,7 @@ class Runner:
 
 
 # Positions of pools and state among a program's arguments (the graph is bound already).
-_DONATED = {"prefill": (1, 2), "decode": (1, 2), "score": (1,)}
+_DONATED = {"prefill": (1, 2), "decode": (1, 2), "logits": (1,), "score": (1,)}
 _ANY_SAMPLING = Sampling(max_new_tokens=1)
 
 

@@ -148,7 +148,7 @@ class TestDeviceFailures:
     def test_logits(self, small: LLM, together, monkeypatch: pytest.MonkeyPatch) -> None:
         before = small.logits(prompts()[9])
         with monkeypatch.context() as patch:
-            self.plant(small, patch, "score", "INTERNAL: planted")
+            self.plant(small, patch, "logits", "INTERNAL: planted")
             with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
                 small.logits(prompts()[9])
         check_idle(small)
@@ -160,7 +160,7 @@ class TestDeviceFailures:
         self, small: LLM, together, monkeypatch: pytest.MonkeyPatch, donated: bool
     ) -> None:
         with monkeypatch.context() as patch:
-            planted = self.plant(small, patch, "score", EXHAUSTED, donated=donated)
+            planted = self.plant(small, patch, "logits", EXHAUSTED, donated=donated)
             with pytest.raises(OutOfDeviceMemory) as raised:
                 small.logits(prompts()[9])
             check_message(small, str(raised.value), planted)

@@ -20,7 +20,7 @@ from deinfer_jax.engine.runner import Buckets, fit, powers_of_two
 from deinfer_jax.engine.sampler import NOT_A_NUMBER
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 
-PROGRAMS = [("prefill", 32, 8), ("decode", 4, 8), ("score", 32, 8)]
+PROGRAMS = [("prefill", 32, 8), ("decode", 4, 8), ("logits", 32, 8), ("score", 32, 8)]
 
 
 @pytest.fixture(scope="module")
