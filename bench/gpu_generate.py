@@ -2,8 +2,8 @@
 
 SmolLM2-135M (where its GGUF file is at hand) and a Llama-3-8B-shaped model with random weights,
 both bfloat16. Decode time is the difference between generating N + 1 tokens and 1 token. The limit
-counts the bytes a step must read, weights once and every sequence's cache, at the copy-free read
-bandwidth of the device.
+counts the bytes a step must read, weights once and every sequence's cache, at the device's read
+bandwidth, which is a constant here and not measured by this script.
 
     python -m bench.gpu_generate --out FOLDER
 """
@@ -22,7 +22,7 @@ import deinfer_jax
 from bench.common import LLAMA_3_8B, seconds, write
 
 REPEATS = 3  # after one call of each length to compile and warm up
-READ_BANDWIDTH = {"NVIDIA H200": 4.42e12}  # bytes/s, measured: a sum over 8 GB
+READ_BANDWIDTH = {"NVIDIA H200": 4.42e12}  # bytes/s, the project's design figure
 
 
 def measure(llm: deinfer_jax.LLM, batch: int, prompt: int, tokens: int) -> dict[str, Any]:

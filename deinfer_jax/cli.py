@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["main"]
 
@@ -95,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands, name, summary, example, run) -> argparse.ArgumentParser:  # noqa: ANN001
+def _command(
+    commands: Any, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name, help=summary, description=summary.capitalize() + ".", epilog=f"example: {example}"
     )

@@ -122,14 +122,16 @@ def load(
     chunk = prefill_chunk or (2048 if on_gpu else 512)
     model = partial(build, config, strategy=placement, dtype=jnp.dtype(dtype))
     declared = declarations(model(max_context=config.max_position))
+    weight_bytes = sum(math.prod(d.shape) * d.dtype.itemsize for d in declared)
+    available = available_bytes(device)
     context, pages = choose_capacity(
         layout,
         config,
-        weights=sum(math.prod(d.shape) * d.dtype.itemsize for d in declared),
+        weights=weight_bytes,
         batch=batch,
         max_context=_check_context(config, max_context),
         cache_bytes=cache_bytes,
-        available=available_bytes(device),
+        available=available,
         prefill_chunk=chunk,
     )
     buckets = Buckets.choose(
@@ -140,10 +142,10 @@ def load(
         decode_steps=decode_steps or (8 if on_gpu else 1),
     )
     plan = MemoryPlan(
-        weights=sum(math.prod(d.shape) * d.dtype.itemsize for d in declared),
+        weights=weight_bytes,
         cache=layout.pool_bytes(pages),
         temporaries=guess_temporaries(config, layout, context, chunk),
-        available=available_bytes(device),
+        available=available,
         bytes_per_sequence=layout.bytes_per_page * layout.pages_for(context),
     )
     plan.check()
