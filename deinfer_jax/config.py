@@ -1,20 +1,21 @@
 """Model descriptions: frozen, hashable, and so usable as static arguments of a jitted program.
 
-``ModelConfig.from_hf`` is the only place that reads the fields of a Hugging Face ``config.json``;
-everything else in the library reads :class:`ModelConfig`.
+``ModelConfig.from_hf`` (in ``config_hf``) is the only place that reads the fields of a Hugging Face
+``config.json``; everything else in the library reads :class:`ModelConfig`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["LowRank", "ModelConfig", "RopeConfig", "Slice"]
+__all__ = ["Linear", "LowRank", "ModelConfig", "RopeConfig", "Slice"]
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -141,50 +142,9 @@ class RopeConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
         """From a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5
         (``rope_parameters``)."""
-        params: dict[str, Any] = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        if any(isinstance(value, Mapping) for value in params.values()):
-            raise ValueError(f"rope parameters by layer type are not supported, got {params}")
-        partial = params.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-        if partial not in (None, 1.0):
-            raise ValueError(
-                f"partial_rotary_factor: expected 1 (all of a head turns), got {partial}"
-            )
-        theta = params.get("rope_theta", hf.get("rope_theta", 10000.0))
-        kind = params.get("rope_type", params.get("type", "default"))
-        if kind not in ROPE_KINDS:
-            raise ValueError(
-                f"rope scaling {kind!r} is not supported; expected one of {', '.join(ROPE_KINDS)}"
-            )
-        if kind == "default":
-            return cls(theta=theta)
-        max_position = hf.get("max_position_embeddings", 2048)
-        original = params.get("original_max_position_embeddings") or max_position
-        if kind == "dynamic":  # as transformers, whatever else is written
-            original = max_position
-        factor = params.get("factor")
-        if factor is None and kind != "yarn":
-            raise ValueError(f"rope scaling {kind!r} needs a factor, got none")
-        optional = {
-            name: params[name]
-            for name in (
-                "low_freq_factor",
-                "high_freq_factor",
-                "beta_fast",
-                "beta_slow",
-                "truncate",
-                "attention_factor",
-                "mscale",
-                "mscale_all_dim",
-            )
-            if params.get(name) is not None
-        }
-        return cls(
-            theta=theta,
-            kind=kind,
-            factor=float(factor if factor is not None else max_position / original),
-            original_max_position=int(original),
-            **optional,
-        )
+        from deinfer_jax.config_hf import read_rope  # which imports this module
+
+        return read_rope(hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,18 +168,86 @@ class Slice:
             )
 
 
+# Projections that read the same input, so that their first factors can be one product and shared.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Slices by module name (``model.layers.0.self_attn.q_proj``); modules not named are dense."""
+    """Slices by module name (``model.layers.0.self_attn.q_proj``); modules not named are dense.
+
+    Modules that name the same v read the same input (:data:`SAME_INPUT`, one parent), and their
+    slices tile its rows: each two are the same or lie side by side, the first starts at 0.
+
+    Raises:
+        ValueError: a module is named twice, or a v is not used like that.
+    """
 
     slices: tuple[tuple[str, Slice], ...] = ()
+    _by_module: dict[str, Slice] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_module = dict(self.slices)
+        object.__setattr__(self, "_by_module", by_module)
+        if len(by_module) != len(self.slices):
+            count = Counter(module for module, _ in self.slices)
+            twice = sorted(module for module, times in count.items() if times > 1)
+            raise ValueError(f"low_rank: expected each module once, got {', '.join(twice)} again")
+        readers: dict[str, list[str]] = {}
+        for module, piece in self.slices:
+            readers.setdefault(piece.v, []).append(module)
+        for v, modules in readers.items():
+            self._check_readers(v, modules)
 
     def get(self, module: str) -> Slice | None:
         """The slice that ``module`` reads, or None where it is dense."""
-        for name, piece in self.slices:
-            if name == module:
-                return piece
-        return None
+        return self._by_module.get(module)
+
+    def __bool__(self) -> bool:
+        return bool(self.slices)
+
+    def groups(self) -> tuple[tuple[tuple[str, ...], Slice], ...]:
+        """Every distinct slice with the modules that read it; more than one are a shared group."""
+        members: dict[Slice, list[str]] = {}
+        for module, piece in self.slices:
+            members.setdefault(piece, []).append(module)
+        return tuple((tuple(modules), piece) for piece, modules in members.items())
+
+    def factors(self) -> dict[str, int]:
+        """Rows R of every v by tensor name."""
+        rows: dict[str, int] = {}
+        for _, piece in self.slices:
+            rows[piece.v] = max(rows.get(piece.v, 0), piece.offset + piece.rank)
+        return rows
+
+    def _check_readers(self, v: str, modules: Sequence[str]) -> None:
+        if len(modules) > 1:
+            parents = {module.rpartition(".")[0] for module in modules}
+            shorts = {module.rpartition(".")[2] for module in modules}
+            if len(parents) > 1 or not any(shorts <= set(names) for names in SAME_INPUT):
+                kinds = " or ".join("{" + ", ".join(names) + "}" for names in SAME_INPUT)
+                raise ValueError(
+                    f"low_rank: {v!r} is read by {', '.join(modules)}; expected projections of the "
+                    f"same input, {kinds} of one block"
+                )
+        end = 0
+        spans = {(piece.offset, piece.rank) for piece in map(self._by_module.__getitem__, modules)}
+        for offset, rank in sorted(spans):
+            if offset != end:
+                raise ValueError(
+                    f"low_rank: slices of {v!r} (of {', '.join(modules)}): expected the same or "
+                    f"adjacent ones from 0 on, got offset {offset} where {end} ends the one before"
+                )
+            end = offset + rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A linear as the model's config has it, y = W x + b with W [out_features, in_features]."""
+
+    out_features: int
+    in_features: int
+    bias: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,109 +341,52 @@ class ModelConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Reads a Hugging Face ``config.json`` (as a mapping) of a supported ``model_type``.
 
+        A ``low_rank`` block makes the config that of a decomposed model, and the key ``deinfer``
+        carries fields that no model type has, see :meth:`to_hf`.
+
         Raises:
             ValueError: the model type or rope scaling is unknown (the message lists
-                what is supported), or a field the family needs is missing.
+                what is supported), a field the family needs is missing, or the ``low_rank`` block
+                is of another version, malformed, or names a module that the model does not have.
         """
-        model_type = hf.get("model_type")
-        if model_type not in _FAMILY_FIELDS:
-            raise ValueError(
-                f"model_type {model_type!r} (architectures {hf.get('architectures')}) is not "
-                f"supported; supported: {', '.join(sorted(_FAMILY_FIELDS))}"
-            )
-        if "quantization_config" in hf:
-            method = (hf["quantization_config"] or {}).get("quant_method")
-            raise ValueError(
-                f"the checkpoint is quantised ({method}); expected float32, bfloat16 or float16 "
-                "weights"
-            )
-        hf = {**_DEFAULTS[model_type], **hf}
-        required = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        )
-        missing = [name for name in required if hf.get(name) is None]
-        if missing:
-            raise ValueError(f"config.json of a {model_type} model lacks {', '.join(missing)}")
-        heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-        if not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"num_attention_heads: expected a positive integer, got {heads!r}")
-        return cls(
-            family="llama",
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=heads
-            if hf.get("num_key_value_heads") is None
-            else hf["num_key_value_heads"],
-            head_dim=hf["hidden_size"] // heads if hf.get("head_dim") is None else hf["head_dim"],
-            hidden_act=hf.get("hidden_act") or "silu",
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_hf(hf),
-            max_position=hf.get("max_position_embeddings") or 2048,
-            tie_embeddings=hf.get("tie_word_embeddings", False),
-            windows=_windows(hf, model_type, layers),
-            bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=_as_tuple(hf.get("eos_token_id")),
-            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
-            **_FAMILY_FIELDS[model_type](hf),
-        )
+        from deinfer_jax.config_hf import read_config  # which imports this module
+
+        return read_config(hf)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` of this config, which :meth:`from_hf` reads back as an equal one.
+
+        Fields that no Hugging Face model type can say (rope divisors of a GGUF file, biases or
+        windows in a combination that none has) stand under our own key ``deinfer``; transformers
+        would ignore them.
+        """
+        from deinfer_jax.config_hf import write_config  # which imports this module
+
+        return write_config(self)
+
+    def linears(self) -> dict[str, Linear]:
+        """Every linear of the blocks by module name, in the model's order: what may be
+        decomposed."""
+        D, F = self.hidden_size, self.intermediate_size
+        N, K = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        found: dict[str, Linear] = {}
+        for layer in range(self.num_layers):
+            for name, outputs, inputs, bias in (
+                ("self_attn.q_proj", N, D, self.qkv_bias),
+                ("self_attn.k_proj", K, D, self.qkv_bias),
+                ("self_attn.v_proj", K, D, self.qkv_bias),
+                ("self_attn.o_proj", D, N, self.o_bias),
+                ("mlp.gate_proj", F, D, self.mlp_bias),
+                ("mlp.up_proj", F, D, self.mlp_bias),
+                ("mlp.down_proj", D, F, self.mlp_bias),
+            ):
+                found[f"model.layers.{layer}.{name}"] = Linear(
+                    out_features=outputs, in_features=inputs, bias=bias
+                )
+        return found
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed; windows that are all equal follow ``num_layers``."""
         if "num_layers" in changes and len(set(self.windows)) == 1:
             changes.setdefault("windows", self.windows[:1] * changes["num_layers"])
         return dataclasses.replace(self, **changes)
-
-
-# What transformers assumes where a config.json leaves a field out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131072,
-    },
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-    | {"max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-    | {"max_position_embeddings": 32768, "head_dim": 128},
-}
-
-
-def _llama_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    bias = bool(hf.get("attention_bias", False))
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.get("mlp_bias", False))}
-
-
-# What a model type fixes without saying so in its config.json.
-_FAMILY_FIELDS = {
-    "llama": _llama_fields,
-    "mistral": lambda hf: {},
-    "qwen2": lambda hf: {"qkv_bias": True},
-    "qwen3": lambda hf: {**_llama_fields(hf), "mlp_bias": False, "qk_norm": True},
-}
-
-
-def _windows(hf: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:
-    window = hf.get("sliding_window")
-    if model_type in ("qwen2", "qwen3"):
-        if not hf.get("use_sliding_window", False) or window is None:
-            return (None,) * layers
-        kinds = hf.get("layer_types")
-        if kinds is not None:
-            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-        first = hf.get("max_window_layers", layers)
-        return tuple(window if layer >= first else None for layer in range(layers))
-    return (window if model_type == "mistral" else None,) * layers
-
-
-def _as_tuple(ids: Any) -> tuple[Any, ...]:
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)

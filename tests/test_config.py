@@ -412,9 +412,9 @@ class TestBuild:
             self.build(LowRank((good, (module, Slice(v="w", offset=0, rank=3)))))
 
     def test_all_that_it_lacks_are_named(self) -> None:
-        piece = Slice(v="v", offset=0, rank=3)
+        pieces = (("a", Slice(v="v", offset=0, rank=3)), ("b", Slice(v="w", offset=0, rank=3)))
         with pytest.raises(ValueError, match="no modules a, b$"):
-            self.build(LowRank((("a", piece), ("b", piece))))
+            self.build(LowRank(pieces))
 
     @pytest.mark.parametrize(
         "module",

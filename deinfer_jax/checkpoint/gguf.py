@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from deinfer_jax.checkpoint.gguf_header import GGUFTensor, read_header
-from deinfer_jax.checkpoint.source import Checkpoint
+from deinfer_jax.checkpoint.source import Checkpoint, check_names
 from deinfer_jax.config import ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
@@ -108,12 +108,26 @@ class GGUFCheckpoint(Checkpoint):
         """See ``Checkpoint.stored_bytes``."""
         return sum(tensor.n_bytes for tensor in self._tensors.values())
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """See ``Checkpoint.tensors``."""
+        wanted = check_names(self.path, self._tensors if names is None else names, self._tensors)
         for name, tensor in self._tensors.items():
+            if name not in wanted:
+                continue
             interleaved = self._arch == "llama" and ROTATED.search(name) is not None
             heads = self.config.num_heads if ".q_proj." in name else self.config.num_kv_heads
             yield name, self._load(tensor, heads if interleaved else None)
+
+    def hf_config(self) -> dict[str, Any]:
+        """See ``Checkpoint.hf_config``."""
+        return self.config.to_hf()
+
+    def generation_config(self) -> None:
+        """None: the file's end tokens are all in ``config``."""
+
+    def files(self) -> list[Path]:
+        """See ``Checkpoint.files``."""
+        return [self.path]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See ``Checkpoint.tokenizer``."""

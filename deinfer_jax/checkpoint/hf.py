@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deinfer_jax.checkpoint.source import Checkpoint, import_transformers, listing
+from deinfer_jax.checkpoint.factors import factor_problems
+from deinfer_jax.checkpoint.source import (
+    Checkpoint,
+    check_names,
+    import_transformers,
+    listing,
+)
 from deinfer_jax.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -35,6 +42,10 @@ class _Entry:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
 
 class HuggingFaceCheckpoint(Checkpoint):
     """A directory with ``config.json`` and ``model.safetensors`` or an index of shards.
@@ -50,9 +61,11 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        hf = _read_json(self.path / "config.json")
+        self._hf = hf = _read_json(self.path / "config.json")
+        generation = self.path / "generation_config.json"
+        self._generation = _read_json(generation) if generation.is_file() else None
         shards, index = _find_shards(self.path)
-        entries = [item for shard in shards for item in _read_header(shard).items()]
+        entries = [item for shard in shards for item in read_header(shard).items()]
         if index is not None:
             _check_index(self.path / INDEX, index, entries)
         self._entries = {name: entry for name, entry in entries if not IGNORED.search(name)}
@@ -66,6 +79,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             raise ValueError(f"{shards[0]}: expected the tensors of a model, got none")
         self.config = self._read_config(hf)
         self._check_head()
+        if self.config.low_rank:
+            self._check_factors()
         plural = "" if len(shards) == 1 else "s"
         self.description = f"Hugging Face directory, {len(shards)} shard{plural}"
 
@@ -79,26 +94,41 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def stored_bytes(self) -> int:
         """See ``Checkpoint.stored_bytes``."""
-        return sum(
-            math.prod(entry.shape) * ITEM_SIZES[entry.dtype] for entry in self._entries.values()
-        )
+        return sum(entry.n_bytes for entry in self._entries.values())
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """See ``Checkpoint.tensors``."""
         from safetensors import SafetensorError, safe_open
 
+        wanted = check_names(self.path, self._entries if names is None else names, self._entries)
         by_shard: dict[Path, list[str]] = {}
         for name, entry in self._entries.items():
-            by_shard.setdefault(entry.shard, []).append(name)
-        for shard, names in by_shard.items():
+            if name in wanted:
+                by_shard.setdefault(entry.shard, []).append(name)
+        for shard, held in by_shard.items():
             try:
                 file = safe_open(shard, framework="numpy")
             except SafetensorError as error:
                 raise ValueError(f"{shard}: safetensors cannot read it: {error}") from error
             with file:
-                for name in names:
+                for name in held:
                     # Not kept in a local name, which would outlive the caller's.
                     yield name, file.get_tensor(name)
+
+    def hf_config(self) -> dict[str, Any]:
+        """See ``Checkpoint.hf_config``."""
+        return copy.deepcopy(self._hf)
+
+    def generation_config(self) -> dict[str, Any] | None:
+        """See ``Checkpoint.generation_config``."""
+        return copy.deepcopy(self._generation)
+
+    def files(self) -> list[Path]:
+        """See ``Checkpoint.files``."""
+        read = [self.path / "config.json", *{entry.shard for entry in self._entries.values()}]
+        if self._generation is not None:
+            read.append(self.path / "generation_config.json")
+        return sorted(read)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See ``Checkpoint.tokenizer``."""
@@ -120,9 +150,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             for entry in self._entries.values():
                 sizes[entry.dtype] += math.prod(entry.shape)
             config = config.replace(dtype=DTYPES[sizes.most_common(1)[0][0]])
-        generation = self.path / "generation_config.json"
-        if generation.is_file():
-            ids = _read_json(generation).get("eos_token_id")
+        if self._generation is not None:
+            ids = self._generation.get("eos_token_id")
             ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
             eos = tuple(dict.fromkeys([*ids, *config.eos_token_ids]))
             config = config.replace(eos_token_ids=eos)
@@ -138,6 +167,12 @@ class HuggingFaceCheckpoint(Checkpoint):
                     f"{self.path}: expected a tensor 'lm_head.weight', as config.json says "
                     "tie_word_embeddings = false, got none"
                 )
+
+    def _check_factors(self) -> None:
+        problems = factor_problems(self.config, self.shapes())
+        if problems:
+            more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise ValueError(f"{self.path}: {'; '.join(problems[:20])}{more}")
 
 
 def _find_shards(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -182,7 +217,7 @@ def _check_index(path: Path, index: dict[str, str], entries: list[tuple[str, _En
             )
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def read_header(path: Path) -> dict[str, _Entry]:
     """The tensors of a file in the order of their data, checked against the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -70,7 +70,7 @@ def load_parameters(
                 bar.update(buffer.nbytes)
                 del buffers[d.path], buffer
     assert len(loaded) == len(declared), "the checkpoint did not yield all tensors that it lists"
-    return _nested(loaded)
+    return nested(loaded)
 
 
 def random_parameters(declared: Sequence[Declaration], seed: int, device: Any) -> Weights:
@@ -86,7 +86,7 @@ def random_parameters(declared: Sequence[Declaration], seed: int, device: Any) -
     """
     with jax.default_device(device):
         key = jax.random.key(seed, impl="unsafe_rbg")
-        return _nested(
+        return nested(
             {
                 d.path: _random(jax.random.fold_in(key, index), d.shape, d.dtype, d.scale)
                 for index, d in enumerate(declared)
@@ -136,7 +136,7 @@ def _check_finite(buffer: np.ndarray, sources: Iterable[Source], checkpoint: Che
             )
 
 
-def _nested(flat: dict[Path, jax.Array]) -> dict[Any, Any]:
+def nested(flat: dict[Path, jax.Array]) -> dict[Any, Any]:
     tree: dict[Any, Any] = {}
     for path, array in flat.items():
         node = tree

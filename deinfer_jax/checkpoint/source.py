@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm import tqdm
 
 from deinfer_jax.config import ModelConfig
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GGUF_MAGIC = b"GGUF"
+UNFINISHED = "unfinished.json"  # marks the directory that a CanonicalWriter works in
 
 
 class Checkpoint(ABC):
@@ -48,16 +52,57 @@ class Checkpoint(ABC):
         """Bytes that the tensors of ``shapes()`` take in the files; loads nothing."""
 
     @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+    def tensors(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Canonical names and arrays in file order, one array materialised at a time.
+
+        Args:
+            names: which ones, read without reading the others; None = all.
 
         Yields:
             Arrays of the shape in ``shapes()`` that the caller owns: float32, float16 or bfloat16
             (ml_dtypes) as stored; quantised types are dequantised to float32.
 
         Raises:
-            ValueError: the data cannot be read; the message names the file.
+            ValueError: the data cannot be read, or there is no such tensor; the message names the
+                file.
         """
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One array, see ``tensors``."""
+        ((_, array),) = self.tensors([name])
+        return array
+
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """The ``config.json`` that describes the model: as it is written in a Hugging Face
+        directory, with ``low_rank`` and fields that we do not read; ``config.to_hf()`` for GGUF."""
+
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any] | None:
+        """``generation_config.json`` as it is written, or None where there is none."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that configuration and tensors come from, in the order of their names."""
+
+    def sha256(self, *, progress: bool = False) -> str:
+        """Hash of all bytes of ``files()``, which tells one model from another.
+
+        Every byte is read, at about the disk's speed. For GGUF it is what ``sha256sum model.gguf``
+        prints; for a directory it is the hash of what ``sha256sum`` prints of its files, e.g.
+        ``sha256sum config.json generation_config.json model*.safetensors | sha256sum``.
+
+        Args:
+            progress: show a bar with bytes a second.
+        """
+        files = self.files()
+        total = sum(file.stat().st_size for file in files)
+        bar = tqdm(total=total, desc="hashing", unit="B", unit_scale=True, disable=not progress)
+        with bar:
+            sums = [(_file_sha256(file, bar), file.name) for file in files]
+        if self.path.is_file():
+            return sums[0][0]
+        return hashlib.sha256("".join(f"{s}  {name}\n" for s, name in sums).encode()).hexdigest()
 
     @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,6 +112,25 @@ class Checkpoint(ABC):
             FileNotFoundError: the checkpoint has no tokenizer.
             ValueError: the tokenizer is of an unsupported kind, or inconsistent.
         """
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what a tokenizer does, whatever files it comes from: words, merges and rules, special
+    tokens and chat template.
+
+    Args:
+        tokenizer: as ``Checkpoint.tokenizer`` gives it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # those written in Python
+        rules = {"class": type(tokenizer).__name__, "words": tokenizer.get_vocab()}
+    else:
+        rules = json.loads(backend.to_str())
+        for state in ("padding", "truncation"):  # of the last call, no property of the tokenizer
+            rules.pop(state, None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    content = {"rules": rules, "special": special, "chat": tokenizer.chat_template}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def import_transformers() -> Any:
@@ -108,6 +172,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileNotFoundError(f"{path}: expected a model directory or a GGUF file, found nothing")
     if path.is_file():
         return GGUFCheckpoint(_checked_magic(path))
+    if (path / UNFINISHED).is_file():
+        raise ValueError(
+            f"{path}: expected a model, found an unfinished one: the run that writes it is still "
+            "going or was interrupted; run the same command again to go on from there, or delete "
+            "the directory"
+        )
     if (path / "config.json").is_file():
         return HuggingFaceCheckpoint(path)
     ggufs = sorted(path.glob("*.gguf"))
@@ -128,6 +198,24 @@ def listing(directory: Path, limit: int = 10) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more if names else "an empty directory"
+
+
+def check_names(path: Path, names: Iterable[str], known: Iterable[str]) -> set[str]:
+    """``names`` as a set, of which each must be known."""
+    wanted = set(names)
+    unknown = sorted(wanted.difference(known))
+    if unknown:
+        raise ValueError(f"{path}: there are no tensors {', '.join(unknown[:10])}")
+    return wanted
+
+
+def _file_sha256(path: Path, bar: tqdm[Any]) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+            bar.update(size)
+    return digest.hexdigest()
 
 
 def _checked_magic(path: Path) -> Path:

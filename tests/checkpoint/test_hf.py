@@ -1,6 +1,7 @@
 """Hugging Face directories: what is read, and what is said of damaged ones."""
 
 import json
+import subprocess
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from deinfer_jax.checkpoint import open_checkpoint
+from deinfer_jax.checkpoint import open_checkpoint, tokenizer_sha256
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -192,18 +193,110 @@ def test_same_weights_as_transformers(tmp_path):
         np.testing.assert_array_equal(array.view(np.int16), expected, err_msg=name)
 
 
-def test_tokenizer(single):
+def write_tokenizer(path: Path, *words: str, **config: Any) -> None:
     from tokenizers import Tokenizer, models
 
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>"))
-    tokenizer.save(str(single / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<unk>"}
-    (single / "tokenizer_config.json").write_text(json.dumps(config))
+    ids = {word: i for i, word in enumerate(("<unk>", *words))}
+    Tokenizer(models.WordLevel(ids, unk_token="<unk>")).save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<unk>"} | config
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_tokenizer(single):
+    write_tokenizer(single, "hello")
     read = open_checkpoint(single).tokenizer()
     assert read.encode("hello") == [1] and read.eos_token == "<unk>"
 
 
+def test_hash_of_a_tokenizer_survives_use_and_saving(single, tmp_path):
+    write_tokenizer(single, "hello", chat_template="{{ messages }}")
+    tokenizer = open_checkpoint(single).tokenizer()
+    before = tokenizer_sha256(tokenizer)
+    tokenizer.pad_token = "<unk>"
+    unchanged = open_checkpoint(single).tokenizer()
+    unchanged("hello", truncation=True, max_length=1)
+    assert tokenizer_sha256(unchanged) == before != tokenizer_sha256(tokenizer)
+    unchanged.save_pretrained(single)
+    assert tokenizer_sha256(open_checkpoint(single).tokenizer()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        (("hello", "world"), {}),
+        (("world",), {}),
+        (("hello",), {"eos_token": None}),
+        (("hello",), {"chat_template": "{{ messages }}"}),
+    ],
+    ids=["more words", "other words", "special tokens", "chat template"],
+)
+def test_hash_of_another_tokenizer(single, words, config):
+    write_tokenizer(single, "hello")
+    before = tokenizer_sha256(open_checkpoint(single).tokenizer())
+    write_tokenizer(single, *words, **config)
+    assert tokenizer_sha256(open_checkpoint(single).tokenizer()) != before
+
+
+def test_tensors_by_name_come_in_file_order(sharded, tiny_weights):
+    weights, checkpoint = tiny_weights(), open_checkpoint(sharded)
+    names = ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
+    read = dict(checkpoint.tensors(names))
+    assert list(read) == [name for name in checkpoint.shapes() if name in names]
+    for name, array in read.items():
+        np.testing.assert_array_equal(array, weights[name])
+        assert array.flags.writeable
+
+
+def test_a_tensor_by_name(sharded, tiny_weights):
+    read = open_checkpoint(sharded).tensor("model.layers.0.self_attn.o_proj.weight")
+    np.testing.assert_array_equal(read, tiny_weights()["model.layers.0.self_attn.o_proj.weight"])
+
+
+def test_other_tensors_are_not_read(sharded):
+    checkpoint = open_checkpoint(sharded)
+    name = next(iter(checkpoint.shapes()))
+    for shard in sorted(sharded.glob("*.safetensors"))[1:]:
+        shard.unlink()
+    assert checkpoint.tensor(name).size
+
+
+def test_configs_as_they_are_written(single):
+    (single / "generation_config.json").write_text('{"eos_token_id": 7, "top_p": 0.5}')
+    (single / "config.json").write_text(json.dumps(CONFIG | {"its_own": [1]}))
+    checkpoint = open_checkpoint(single)
+    assert checkpoint.hf_config() == CONFIG | {"its_own": [1]}
+    assert checkpoint.generation_config() == {"eos_token_id": 7, "top_p": 0.5}
+    checkpoint.hf_config()["its_own"].append(2)
+    assert checkpoint.hf_config()["its_own"] == [1]
+
+
+def test_no_generation_config(single):
+    assert open_checkpoint(single).generation_config() is None
+
+
+def test_hash_is_that_of_coreutils(sharded):
+    (sharded / "generation_config.json").write_text("{}")
+    (sharded / "README.md").write_text("no part of the model")
+    command = "sha256sum config.json generation_config.json model*.safetensors | sha256sum"
+    said = subprocess.run(command, shell=True, cwd=sharded, capture_output=True, text=True).stdout
+    assert open_checkpoint(sharded).sha256() == said.split()[0]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model-00002-of-00003.safetensors"])
+def test_hash_depends_on_every_file(sharded, file):
+    before = open_checkpoint(sharded).sha256()
+    raw = bytearray((sharded / file).read_bytes())
+    raw[-1] = ord(" ") if file == "config.json" else raw[-1] ^ 1
+    (sharded / file).write_bytes(raw + b"}" if file == "config.json" else raw)
+    assert open_checkpoint(sharded).sha256() != before
+
+
 # What is refused
+
+
+def test_unknown_tensors_are_named(single):
+    with pytest.raises(ValueError, match="m: there are no tensors a.weight, b.weight$"):
+        list(open_checkpoint(single).tensors(["b.weight", "model.norm.weight", "a.weight"]))
 
 
 def test_missing_tokenizer(single):
