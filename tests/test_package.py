@@ -184,7 +184,14 @@ def _imports(module: str, file: Path) -> Iterator[str]:
                 yield below if _module_file(below) else source
 
 
-@pytest.mark.parametrize("module", ["deinfer_jax.engine.scheduler", "deinfer_jax.cache.allocator"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "deinfer_jax.engine.scheduler",
+        "deinfer_jax.cache.allocator",
+        "deinfer_jax.cache.preparation",
+    ],
+)
 def test_host_code_imports_no_jax(module: str) -> None:
     chains = {module: [module]}
     todo = [module]

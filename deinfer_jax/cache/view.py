@@ -1,26 +1,27 @@
 """How a program sees the cache: where new tokens are written, and what they attend to.
 
-A model passes q, k and v to ``view.attend`` and gets the attention's output and the updated pool
-back. There are two views: :class:`PrefillView`, a chunk of one sequence, and :class:`DecodeView`,
-one token of each of B sequences.
+A model passes q and its keys and values, in every form that may be cached, to ``view.attend`` and
+gets the attention's output and the updated pool back; which forms are written and read is the
+pool's layout's business. There are two views: :class:`PrefillView`, a chunk of one sequence, and
+:class:`DecodeView`, one token of each of B sequences.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
-from deinfer_kernels import paged_attention
-from deinfer_kernels.precision import einsum_float32
+from deinfer_jax.cache.chunk import attend_chunk
+from deinfer_jax.cache.entry import Cacheable
+from deinfer_jax.cache.layout import LayerLayout
+from deinfer_jax.cache.pool import LayerPool, append
+from deinfer_jax.cache.preparation import Preparation
+from deinfer_kernels import absorbed_attention, paged_attention, paged_compact
 
-__all__ = ["CacheView", "DecodeView", "LayerPool", "PrefillView", "query_block"]
-
-SCORE_BYTES = 2**28
-LayerPool = Array  # full layout: [P, 2, K, S, H]
+__all__ = ["CacheView", "DecodeView", "PrefillView"]
 
 
 @runtime_checkable
@@ -32,9 +33,16 @@ class CacheView(Protocol):
         ...
 
     def attend(
-        self, pool: LayerPool, q: Array, k: Array, v: Array, *, scale: float, window: int | None
+        self,
+        pool: LayerPool,
+        q: Array,
+        keys: Cacheable,
+        values: Cacheable,
+        *,
+        scale: float,
+        window: int | None,
     ) -> tuple[Array, LayerPool]:
-        """Writes k and v [T, K, H] (k after RoPE) into the pool and attends with q [T, N, H]."""
+        """Writes keys and values of T tokens into the pool and attends with q [T, N, H]."""
         ...
 
 
@@ -48,11 +56,13 @@ class PrefillView:
         start: tokens of the sequence that are in the cache already.
         length: real tokens in the chunk; the rest is padding, is written nowhere and gives garbage
             out.
+        implementation: of the ops, see ``deinfer_kernels``.
     """
 
     block_table: Any
     start: Any
     length: Any
+    implementation: str | None = struct.field(pytree_node=False, default=None)
 
     def positions(self, count: int) -> Int32[Array, " T"]:
         """start, start + 1, …"""
@@ -62,8 +72,8 @@ class PrefillView:
         self,
         pool: LayerPool,
         q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        keys: Cacheable,
+        values: Cacheable,
         *,
         scale: float,
         window: int | None,
@@ -72,10 +82,24 @@ class PrefillView:
         count = q.shape[0]
         position = self.positions(count)
         real = jnp.arange(count, dtype=jnp.int32) < self.length
-        page = self.block_table.at[position // pool.shape[3]].get(mode="clip")
-        pool = _append(pool, page, position, k, v, real)
+        page = self.block_table.at[position // pool.page_size].get(mode="clip")
+        pool = append(pool, page, position, keys, values, real)
         end = self.start + self.length
-        return _attend_chunk(q, pool[self.block_table], position, end, scale, window), pool
+        return attend_chunk(q, self._pages(pool, keys, values), position, end, scale, window), pool
+
+    def _pages(self, pool: LayerPool, keys: Cacheable, values: Cacheable) -> Array:
+        """The sequence's pages as full keys and values [M, 2, K, S, H].
+
+        Values are rebuilt rather than absorbed: that is one product with u for the context, 2·R·K·H
+        operations a token, where T queries attending to latents would take 2·T·N·(R − H) more.
+        """
+        table, layout = self.block_table, pool.layout
+        if layout.full_parts == 2:
+            return pool.full[table]
+        full = None if pool.full is None else pool.full[table]
+        latent = pool.latent[table]
+        begins = jnp.arange(table.shape[0], dtype=jnp.int32) * pool.page_size
+        return _full_pages(full, latent, begins, layout, keys, values, self.implementation)
 
 
 @struct.dataclass
@@ -86,12 +110,14 @@ class DecodeView:
         block_table: int32 [B, M], pages of each sequence, padded with any page.
         lengths: int32 [B], tokens in the cache before this one, which is the new token's position.
         active: rows that are in use; the others write nothing and give zeros.
-        implementation: of paged attention, see ``deinfer_kernels``.
+        preparation: of layers whose keys are latent, else None.
+        implementation: of the ops, see ``deinfer_kernels``.
     """
 
     block_table: Any
     lengths: Any
     active: Any
+    preparation: Preparation | None = None
     implementation: str | None = struct.field(pytree_node=False, default=None)
 
     def positions(self, count: int) -> Int32[Array, " B"]:
@@ -102,88 +128,89 @@ class DecodeView:
         self,
         pool: LayerPool,
         q: Float[Array, "B N H"],
-        k: Float[Array, "B K H"],
-        v: Float[Array, "B K H"],
+        keys: Cacheable,
+        values: Cacheable,
         *,
         scale: float,
         window: int | None,
     ) -> tuple[Float[Array, "B N H"], LayerPool]:
         """Each token attends to its own sequence, itself included."""
-        entry = (self.lengths // pool.shape[3])[:, None]
+        entry = (self.lengths // pool.page_size)[:, None]
         page = jnp.take_along_axis(self.block_table, entry, axis=1, mode="clip")[:, 0]
-        pool = _append(pool, page, self.lengths, k, v, self.active)
-        out = paged_attention(
-            q,
-            pool,
-            self.block_table,
-            jnp.where(self.active, self.lengths + 1, 0),
-            scale=scale,
-            window=window,
-            implementation=self.implementation,
+        pool = append(pool, page, self.lengths, keys, values, self.active)
+        table, full, latent = self.block_table, pool.full, pool.latent
+        if pool.layout.keys is not None:
+            table, full, latent = self._compacted(pool, keys, values)
+        lengths = jnp.where(self.active, self.lengths + 1, 0)
+        options: dict[str, Any] = dict(
+            scale=scale, window=window, implementation=self.implementation
         )
-        return out, pool
+        segment = pool.layout.values
+        if segment is None or not pool.layout.absorbs_values:
+            return paged_attention(q, full, table, lengths, **options), pool
+        context = absorbed_attention(
+            q,
+            full,
+            latent,
+            table,
+            lengths,
+            rank=segment.rank,
+            offset=segment.offset,
+            **options,
+        )
+        assert values.rebuild is not None
+        out = values.rebuild.absorbed(context)
+        # The bias is right for weights that sum to 1, not for a row that attends to nothing.
+        return jnp.where(self.active[:, None, None], out, jnp.zeros((), out.dtype)), pool
+
+    def _compacted(
+        self, pool: LayerPool, keys: Cacheable, values: Cacheable
+    ) -> tuple[Array, Array, Array]:
+        """The batch's live pages side by side: their table [B, M], full keys and, unless they are
+        absorbed, values [C, 1 or 2, K, S, H], and latents [C, S, width].
+
+        Anew in every step: each has one token more, and the pages of all steps are live from the
+        first on.
+        """
+        prepared, layout = self.preparation, pool.layout
+        assert prepared is not None, "latent keys need the host's preparation"
+        copies = prepared.copies
+        latent = paged_compact(pool.latent, copies, implementation=self.implementation)
+        full = pool.full
+        if full is not None:
+            rows = full.reshape(full.shape[0], -1, full.shape[-1])  # [P, K·S, H]
+            full = paged_compact(rows, copies, implementation=self.implementation)
+            full = full.reshape(-1, *pool.full.shape[1:])
+        full = _full_pages(
+            full,
+            latent,
+            prepared.positions,
+            layout,
+            keys,
+            None if layout.absorbs_values else values,
+            self.implementation,
+        )
+        return prepared.table, full, latent
 
 
-def _append(
-    pool: LayerPool,  # [P, 2, K, S, H]
-    page: Array,  # [T]
-    position: Array,  # [T]
-    k: Array,  # [T, K, H]
-    v: Array,  # [T, K, H]
-    real: Array,  # [T]
-) -> LayerPool:
-    """Writes one token a row into its page; rows that are not real go past the pool's end, where
-    writes are dropped."""
-    page = jnp.where(real, page, pool.shape[0])
-    rows = jnp.stack([k, v], axis=1).astype(pool.dtype)  # [T, 2, K, H]
-    return pool.at[page, :, :, position % pool.shape[3]].set(rows, mode="drop")
-
-
-def query_block(heads: int, context: int) -> int:
-    """Queries of a chunk that attend together: a power of two whose float32 scores fit in 256 MB,
-    but at least 16."""
-    block = 16
-    while 2 * block * heads * context * 4 <= SCORE_BYTES:
-        block *= 2
-    return block
-
-
-def _attend_chunk(
-    q: Array,  # [T, N, H]
-    pages: Array,  # [M, 2, K, S, H]
-    position: Array,  # [T]
-    end: Array,  # (), tokens of the sequence in the cache
-    scale: float,
-    window: int | None,
-) -> Array:  # [T, N, H]
-    """Attention of a chunk over gathered pages, in blocks of queries whose scores are bounded.
-
-    XLA's path on every platform for now; not an op of ``deinfer_kernels``, since what replaces it
-    on a GPU is cuDNN's attention.
-    """
-    heads, width = q.shape[1:]
-    kv_heads = pages.shape[2]
-    kv = pages.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, width)  # [2, K, M·S, H]
-    context = jnp.arange(kv.shape[2], dtype=jnp.int32)
-    # What lies behind the end is somebody else's and may be NaN, which a weight of 0 would keep.
-    values = jnp.where((context < end)[None, :, None], kv[1], jnp.zeros((), kv.dtype))
-
-    def block(some: tuple[Array, Array]) -> Array:
-        q, position = some
-        grouped = q.reshape(q.shape[0], kv_heads, heads // kv_heads, width)
-        scores = einsum_float32("tkgh,kch->kgtc", grouped, kv[0])
-        seen = context[None, :] <= position[:, None]
-        if window is not None:
-            seen &= context[None, :] > position[:, None] - window
-        scores = jnp.where(seen[None, None], scores * scale, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(kv.dtype)
-        return einsum_float32("kgtc,kch->tkgh", weights, values).reshape(q.shape).astype(q.dtype)
-
-    count, rows = q.shape[0], query_block(heads, kv.shape[2])
-    if count <= rows:
-        return block((q, position))
-    blocks = -(-count // rows)
-    padding = blocks * rows - count
-    q = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(blocks, rows, heads, width)
-    position = jnp.pad(position, (0, padding)).reshape(blocks, rows)
-    return jax.lax.map(block, (q, position)).reshape(-1, heads, width)[:count]
+def _full_pages(
+    full: Array | None,  # [C, n, K, S, H]
+    latent: Array,  # [C, S, width]
+    positions: Array,  # [C], of the first token of each page
+    layout: LayerLayout,
+    keys: Cacheable,
+    values: Cacheable | None,
+    implementation: str | None,
+) -> Array:  # [C, 2, K, S, H], or [C, 1, K, S, H] without values
+    """Pages with what is cached in full as it is and the rest rebuilt from latents."""
+    found, next_full = [], 0
+    for part, segment in ((keys, layout.keys), (values, layout.values)):
+        if segment is None:
+            assert full is not None
+            found.append(full[:, next_full])
+            next_full += 1
+        elif part is not None:
+            assert part.rebuild is not None
+            rebuilt = part.rebuild.heads(latent, segment, positions, implementation=implementation)
+            found.append(rebuilt)
+    return jnp.stack(found, axis=1)

@@ -68,7 +68,7 @@ class LLM:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """What is cached, and how many bytes a token takes."""
+        """What is cached, how many bytes a token takes, and why ``"auto"`` chose it."""
         return self.runner.layout
 
     def memory_plan(self) -> MemoryPlan:

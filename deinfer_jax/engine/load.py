@@ -15,10 +15,12 @@ import numpy as np
 from flax import nnx
 
 from deinfer_jax.cache.allocator import PageAllocator
-from deinfer_jax.cache.layout import choose_layout, default_page_size
+from deinfer_jax.cache.choice import DEVICES, Situation, choose_layout
+from deinfer_jax.cache.layout import default_page_size
 from deinfer_jax.checkpoint.parameters import load_parameters, random_parameters
 from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint
 from deinfer_jax.config import ModelConfig
+from deinfer_jax.engine.buckets import Buckets
 from deinfer_jax.engine.engine import Engine
 from deinfer_jax.engine.llm import LLM, show_progress
 from deinfer_jax.engine.memory import (
@@ -27,9 +29,11 @@ from deinfer_jax.engine.memory import (
     choose_capacity,
     explained,
     guess_temporaries,
+    room_for_cache,
 )
-from deinfer_jax.engine.runner import Buckets, Runner
+from deinfer_jax.engine.runner import Runner
 from deinfer_jax.engine.scheduler import Scheduler
+from deinfer_jax.folders import cache_folder
 from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import build
 from deinfer_jax.parallel.strategy import get_strategy
@@ -67,7 +71,11 @@ def load(
             tests.
         strategy: how products are split over devices; this version runs on one, so ``"auto"``.
         tensor_parallel: devices; None or 1.
-        kv_cache: ``"full"``, or ``"auto"`` which is the same until a model has latents.
+        kv_cache: what is cached of a token. ``"full"``: keys and values. ``"latent"``: the latents
+            that they are computed from; decode rebuilds keys in every step. ``"full+latent"``: full
+            keys and the values' latents; decode rebuilds nothing. A projection that is dense is
+            always cached in full. ``"auto"``: the fastest prediction of those that hold the asked
+            batch and context; ``llm.cache_layout`` says which, why, and the bytes a token.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for weights, cache and activations;
             None = the checkpoint's on a GPU, float32 on a CPU. Products of float32 are full
             precision, on a GPU too (not TensorFloat-32).
@@ -80,7 +88,7 @@ def load(
             CPU.
         prefill_chunk: most prompt tokens in one program; None = 2048 on a GPU, 512 on a CPU.
         decode_steps: tokens a sequence decodes per dispatch; None = 8 on a GPU, 1 on a CPU.
-        implementation: of the kernels (decode attention so far), ``"reference"`` or
+        implementation: of the kernels (decode attention, latents), ``"reference"`` or
             ``"mosaic_gpu"``; None = the best that applies.
         progress: bars for what takes long; None = where stderr is a terminal.
         seed: of random weights.
@@ -117,19 +125,36 @@ def load(
     if page_size is None:
         page_size = default_page_size(device.platform)
     tokenizer = _tokenizer(checkpoint)
-    layout = choose_layout(config, kv_cache, page_size, dtype)
+    max_context = _check_context(config, max_context)
     batch = max_batch or (64 if on_gpu else 8)
     chunk = prefill_chunk or (2048 if on_gpu else 512)
     model = partial(build, config, strategy=placement, dtype=jnp.dtype(dtype))
     declared = declarations(model(max_context=config.max_position))
     weight_bytes = sum(math.prod(d.shape) * d.dtype.itemsize for d in declared)
     available = available_bytes(device)
+    wanted_context = max_context or config.max_position
+    room = room_for_cache(
+        config,
+        choose_layout(config, "full", page_size, dtype),
+        weights=weight_bytes,
+        context=wanted_context,
+        available=available,
+        prefill_chunk=chunk,
+    )
+    situation = Situation(
+        speed=DEVICES["gpu" if on_gpu else "cpu"],
+        batch=batch,
+        context=wanted_context,
+        cache_bytes=cache_bytes,
+        room=room,
+    )
+    layout = choose_layout(config, kv_cache, page_size, dtype, situation=situation)
     context, pages = choose_capacity(
         layout,
         config,
         weights=weight_bytes,
         batch=batch,
-        max_context=_check_context(config, max_context),
+        max_context=max_context,
         cache_bytes=cache_bytes,
         available=available,
         prefill_chunk=chunk,
@@ -140,11 +165,13 @@ def load(
         prefill_chunk=chunk,
         page_size=layout.page_size,
         decode_steps=decode_steps or (8 if on_gpu else 1),
+        rebuilt_pages=pages if layout.compacts else None,
     )
     plan = MemoryPlan(
         weights=weight_bytes,
         cache=layout.pool_bytes(pages),
-        temporaries=guess_temporaries(config, layout, context, chunk),
+        temporaries=guess_temporaries(config, layout, context, chunk)
+        + pages * layout.rebuilt_bytes_per_page,
         available=available,
         bytes_per_sequence=layout.bytes_per_page * layout.pages_for(context),
     )
@@ -234,8 +261,7 @@ def _use_compilation_cache() -> None:
     if folder == "" or jax.config.jax_compilation_cache_dir is not None:
         return
     if folder is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        folder = os.path.join(base, "deinfer_jax", "xla")
+        folder = str(cache_folder("xla"))
     jax.config.update("jax_compilation_cache_dir", folder)
     # The defaults keep out what compiles in under a second; the decode programs of small models do.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from deinfer_jax.cache.chunk import query_block
 from deinfer_jax.cache.layout import CacheLayout
-from deinfer_jax.cache.view import query_block
 from deinfer_jax.config import ModelConfig
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "explained",
     "format_bytes",
     "guess_temporaries",
+    "room_for_cache",
 ]
 
 SHORTEST_CONTEXT = 512  # a default context is not halved below this
@@ -187,16 +189,33 @@ def choose_pages(
         return min(wanted, max(CPU_CACHE_BYTES // layout.bytes_per_page, least))
     temporaries = guess_temporaries(config, layout, context, prefill_chunk)
     room = int(available * GPU_FRACTION) - weights - temporaries
-    pages = min(wanted, room // layout.bytes_per_page)
+    pages = min(wanted, room // (layout.bytes_per_page + layout.rebuilt_bytes_per_page))
     if pages < least:
         MemoryPlan(
             weights=weights,
             cache=layout.pool_bytes(least),
-            temporaries=temporaries,
+            temporaries=temporaries + least * layout.rebuilt_bytes_per_page,
             available=int(available * GPU_FRACTION),
             bytes_per_sequence=layout.bytes_per_page * layout.pages_for(context),
         ).check()
     return pages
+
+
+def room_for_cache(
+    config: ModelConfig,
+    layout: CacheLayout,
+    *,
+    weights: int,
+    context: int,
+    available: int | None,
+    prefill_chunk: int,
+) -> int | None:
+    """Bytes that weights and prompts leave for the cache, and for what decode rebuilds from it;
+    None where the device does not say. Arguments as of :func:`choose_pages`."""
+    if available is None:
+        return None
+    temporaries = guess_temporaries(config, layout, context, prefill_chunk)
+    return max(0, int(available * GPU_FRACTION) - weights - temporaries)
 
 
 def guess_temporaries(
@@ -204,13 +223,19 @@ def guess_temporaries(
 ) -> int:
     """Bytes of temporaries of the largest program, before anything is compiled.
 
-    A prompt chunk's attention (scores in float32 and their softmax, gathered pages twice), its
-    activations, and float32 logits of a few hundred rows.
+    A prompt chunk's attention (scores in float32 and their softmax, gathered pages twice, with what
+    is rebuilt from latents in them), its activations, and float32 logits of a few hundred rows.
+    Decode over latents comes on top, see ``CacheLayout.rebuilt_bytes_per_page``.
     """
+    itemsize = jnp.dtype(layout.dtype).itemsize
     rows = min(prefill_chunk, context)
     together = min(rows, query_block(config.num_heads, context))
     scores = 2 * 4 * config.num_heads * together * context
-    gathered = 2 * layout.bytes_per_token * context // config.num_layers
+    gathered = context * max(
+        2 * 2 * layer.kv_heads * layer.head_dim * itemsize
+        + (layer.rebuilt_bytes(itemsize) if layer.segments else 0)
+        for layer in layout.layers
+    )
     activations = 4 * rows * (4 * config.intermediate_size + 8 * config.hidden_size)
     logits = 4 * 2 * 256 * config.vocab_size
     return scores + gathered + activations + logits

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int32
 
-from deinfer_jax.cache.view import CacheView, DecodeView, LayerPool, PrefillView
+from deinfer_jax.cache.pool import LayerPool
+from deinfer_jax.cache.preparation import Preparation
+from deinfer_jax.cache.view import CacheView, DecodeView, PrefillView
 from deinfer_jax.engine.sampler import (
     NOT_A_NUMBER,
     SamplingParams,
@@ -115,6 +117,7 @@ def prefill(
     chunk: PromptChunk,
     *,
     pages: int,
+    implementation: str | None,
 ) -> tuple[list[LayerPool], BatchState, Int32[Array, ""]]:
     """Runs one chunk of one prompt and draws the token after it (which counts only if the chunk is
     the prompt's last).
@@ -126,9 +129,10 @@ def prefill(
         state: donated; the chunk's slot is set up for decoding.
         chunk: from the host.
         pages: table entries that the program reads, the bucket M' ≤ M.
+        implementation: of the ops that rebuild keys and values.
     """
     model = nnx.merge(graph, weights)
-    view = PrefillView(chunk.block_table[:pages], chunk.start, chunk.length)
+    view = PrefillView(chunk.block_table[:pages], chunk.start, chunk.length, implementation)
     x, pools = model(chunk.tokens, pools, view)
     last = jax.lax.dynamic_slice_in_dim(x, chunk.length - 1, 1)
 
@@ -156,6 +160,7 @@ def decode(
     pools: list[LayerPool],
     state: BatchState,
     slots: Int32[Array, " b"],
+    preparation: Preparation | None,
     *,
     pages: int,
     steps: int,
@@ -170,9 +175,11 @@ def decode(
         pools: donated.
         state: donated; its rows advance.
         slots: int32 [b] slot numbers; entries ≥ B are padding.
+        preparation: the pages of the rows in ``slots``, up to the last step's, where the layout
+            compacts them; else None.
         pages: table entries that the program reads.
         steps: n.
-        implementation: of paged attention.
+        implementation: of the ops.
 
     Returns:
         Pools, state, and the tokens [n, b]: IDLE where a row did not run, NOT_A_NUMBER where it
@@ -186,7 +193,7 @@ def decode(
     def step(carry: Any, _: None) -> tuple[Any, Array]:
         tokens, lengths, limits, pools = carry
         active = (slots < max_batch) & (lengths < limits)
-        view: CacheView = DecodeView(tables, lengths, active, implementation)
+        view: CacheView = DecodeView(tables, lengths, active, preparation, implementation)
         x, pools = model(tokens, pools, view)
         drawn = sample(model.logits(x), rows.keys, lengths + 1, rows.sampling)
         broken = active & (drawn == NOT_A_NUMBER)
@@ -214,10 +221,12 @@ def logits(
     start: Int32[Array, ""],
     length: Int32[Array, ""],
     block_table: Int32[Array, " M"],
+    *,
+    implementation: str | None,
 ) -> tuple[list[LayerPool], Float[Array, "T W"]]:
     """Logits after each token of a chunk, float32; like ``prefill`` otherwise, but for no slot."""
     model = nnx.merge(graph, weights)
-    x, pools = model(tokens, pools, PrefillView(block_table, start, length))
+    x, pools = model(tokens, pools, PrefillView(block_table, start, length, implementation))
     return pools, model.logits(x)
 
 
@@ -230,9 +239,13 @@ def score(
     start: Int32[Array, ""],
     length: Int32[Array, ""],
     block_table: Int32[Array, " M"],
+    *,
+    implementation: str | None,
 ) -> tuple[list[LayerPool], Float[Array, " T"]]:
     """Log-probability of ``targets[t]`` after ``tokens[: t + 1]``, float32, so that the host gets a
     number a token and not a vocabulary."""
-    pools, every = logits(graph, weights, pools, tokens, start, length, block_table)
+    pools, every = logits(
+        graph, weights, pools, tokens, start, length, block_table, implementation=implementation
+    )
     wanted = jnp.take_along_axis(every, targets[:, None], axis=1)[:, 0]
     return pools, wanted - jax.nn.logsumexp(every, axis=1)

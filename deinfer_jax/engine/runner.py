@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,102 +17,23 @@ from flax import nnx
 from tqdm import tqdm
 
 from deinfer_jax.cache.layout import CacheLayout
+from deinfer_jax.cache.pool import LayerPool, empty_pool
+from deinfer_jax.cache.preparation import Preparation, prepare
 from deinfer_jax.engine import programs
+from deinfer_jax.engine.buckets import Buckets, Key, described, fit
 from deinfer_jax.engine.memory import MemoryPlan, available_bytes, explained
 from deinfer_jax.engine.programs import PromptChunk
 from deinfer_jax.engine.request import Request, Sampling
 from deinfer_jax.engine.sampler import SamplingParams
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 
-__all__ = ["Buckets", "RecompilationError", "Runner", "fit", "powers_of_two"]
+__all__ = ["RecompilationError", "Runner"]
 
 logger = logging.getLogger(__name__)
-Key = tuple[str, int, int]  # program, rows (T or b), pages
 
 
 class RecompilationError(RuntimeError):
     """A program that the warm-up did not compile was asked for after it."""
-
-
-def powers_of_two(low: int, high: int) -> tuple[int, ...]:
-    """low, 2·low, 4·low, … and high itself."""
-    sizes = []
-    while low < high:
-        sizes.append(low)
-        low *= 2
-    return (*sizes, high)
-
-
-def fit(value: int, buckets: Sequence[int], *, clip: bool = False) -> int:
-    """The smallest bucket that holds ``value``; with ``clip`` the largest where none does."""
-    for bucket in buckets:
-        if bucket >= value:
-            return bucket
-    if clip:
-        return buckets[-1]
-    raise ValueError(f"expected at most {buckets[-1]}, got {value}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
-    """The shapes that programs exist for.
-
-    Attributes:
-        batch: decode rows. At least 2, because with one row a CPU takes another routine.
-        chunk: prompt tokens.
-        pages: table entries a decode program reads.
-        chunk_pages: table entries a prompt program reads; half as many sizes, because attention
-            over unused pages is a small part of a chunk.
-        decode_steps: tokens a decode program runs.
-        page_size: S.
-    """
-
-    batch: tuple[int, ...]
-    chunk: tuple[int, ...]
-    pages: tuple[int, ...]
-    chunk_pages: tuple[int, ...]
-    decode_steps: int
-    page_size: int
-
-    @classmethod
-    def choose(
-        cls,
-        *,
-        max_batch: int,
-        max_context: int,
-        prefill_chunk: int,
-        page_size: int,
-        decode_steps: int,
-    ) -> Buckets:
-        """Powers of two, from 2 rows, 32 prompt tokens and 128 tokens' pages on."""
-        max_pages = -(-max_context // page_size)
-        longest = min(prefill_chunk, max_context)
-        pages = powers_of_two(min(-(-128 // page_size), max_pages), max_pages)
-        return cls(
-            batch=powers_of_two(2, max(2, max_batch)),
-            chunk=powers_of_two(min(32, longest), longest),
-            pages=pages,
-            chunk_pages=pages[::-2][::-1],
-            decode_steps=decode_steps,
-            page_size=page_size,
-        )
-
-    def for_chunk(self, tokens: int, context: int) -> tuple[int, int]:
-        """Rows and pages of the program for a chunk that ends at token ``context``."""
-        rows = fit(tokens, self.chunk)
-        # At least the pages of a whole chunk, so that there are fewer programs.
-        return rows, fit(-(-max(context, rows) // self.page_size), self.chunk_pages, clip=True)
-
-    def programs(self) -> Iterator[Key]:
-        """Every program that serving requests can ask for."""
-        for rows in self.chunk:
-            least = self.for_chunk(rows, rows)[1]
-            for pages in self.chunk_pages:
-                if pages >= least:
-                    yield ("prefill", rows, pages)
-        for rows in self.batch:
-            for pages in self.pages:
-                yield ("decode", rows, pages)
 
 
 class Runner:
@@ -127,7 +47,7 @@ class Runner:
         max_batch: slots.
         buckets: shapes of the programs.
         device: where everything lives.
-        implementation: of the kernels.
+        implementation: of the kernels, see ``deinfer_kernels``.
 
     Attributes:
         guard: whether a compilation after ``warm_up`` is an error.
@@ -155,7 +75,7 @@ class Runner:
         self.compilations = 0
         self._sealed = False
         self._executables: dict[Key, jax.stages.Compiled] = {}
-        self.pools: list[jax.Array] = []
+        self.pools: list[LayerPool] = []
         self.state: programs.BatchState | None = None
         self.reset()
 
@@ -178,8 +98,22 @@ class Runner:
         pages = fit(self.layout.pages_for(step.context), self.buckets.pages)
         slots = np.full(rows, self.max_batch, np.int32)
         slots[: len(step.requests)] = [request.slot for request in step.requests]
+        key: Key = ("decode", rows, pages)
+        preparation = None
+        if self.layout.compacts:
+            preparation = prepare(
+                [
+                    request.pages[: self.layout.pages_for(context)]
+                    for request, context in zip(step.requests, step.contexts, strict=True)
+                ],
+                page_size=self.layout.page_size,
+                rows=rows,
+                entries=pages,
+                sizes=self.buckets.compact(rows, pages),
+            )
+            key = (*key, len(preparation.copies))
         self.pools, self.state, drawn = self._run(
-            ("decode", rows, pages), self.weights, self.pools, self.state, slots
+            key, self.weights, self.pools, self.state, slots, preparation
         )
         return drawn
 
@@ -218,9 +152,10 @@ class Runner:
         """Empty pools and idle slots, for after a step that failed: what it was given is gone."""
         self._delete(self.pools, self.state)  # first, or there would be no room for the new ones
         page_size, dtype = self.layout.page_size, jnp.dtype(self.layout.dtype)
-        shapes = [layer.pool_shape(self.num_pages, page_size) for layer in self.layout.layers]
         with jax.default_device(self.device), explained(lambda: self._plan(0)):
-            self.pools = [jnp.zeros(shape, dtype) for shape in shapes]
+            self.pools = [
+                empty_pool(layer, self.num_pages, page_size, dtype) for layer in self.layout.layers
+            ]
             self.state = programs.empty_state(self.max_batch, self.max_pages)
 
     def warm_up(self, *, progress: bool) -> None:
@@ -261,10 +196,10 @@ class Runner:
         if key not in self._executables:
             if self._sealed and self.guard and key[0] in ("prefill", "decode"):
                 raise RecompilationError(
-                    f"program {key[0]} with {key[1]} rows and {key[2]} pages was not compiled by "
-                    "the warm-up; set llm.recompilation_guard = False to allow it"
+                    f"program {described(key)} was not compiled by the warm-up; set "
+                    "llm.recompilation_guard = False to allow it"
                 )
-            logger.debug("compiling %s, %d rows, %d pages", *key)
+            logger.debug("compiling %s", described(key))
             with explained(lambda: self._plan(0)):
                 self._keep(key, self._lower(key).compile())
         return self._executables[key]
@@ -284,10 +219,12 @@ class Runner:
     def _signature(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function to jit and example arguments (device arrays and host arrays of the right
         shapes)."""
-        kind, rows, pages = key
+        kind, rows, pages = key[:3]
         scalar, tokens = _scalar(0, np.int32), np.zeros(rows, np.int32)
         if kind == "prefill":
-            function = partial(programs.prefill, self.graph, pages=pages)
+            function = partial(
+                programs.prefill, self.graph, pages=pages, implementation=self.implementation
+            )
             request = Request([0], _ANY_SAMPLING)
             chunk = self._prompt_chunk(request, 0, 1, rows)
             return function, (self.weights, self.pools, self.state, chunk)
@@ -299,13 +236,14 @@ class Runner:
                 steps=self.buckets.decode_steps,
                 implementation=self.implementation,
             )
-            return function, (self.weights, self.pools, self.state, tokens)
+            preparation = _no_pages(rows, pages, key[3]) if len(key) > 3 else None
+            return function, (self.weights, self.pools, self.state, tokens, preparation)
+        assert kind in ("logits", "score")
+        program = programs.logits if kind == "logits" else programs.score
+        function = partial(program, self.graph, implementation=self.implementation)
+        ids = (tokens,) if kind == "logits" else (tokens, tokens)
         rest = (scalar, scalar, self._table([], pages))
-        if kind == "logits":
-            return partial(programs.logits, self.graph), (self.weights, self.pools, tokens, *rest)
-        assert kind == "score"
-        function = partial(programs.score, self.graph)
-        return function, (self.weights, self.pools, tokens, tokens, *rest)
+        return function, (self.weights, self.pools, *ids, *rest)
 
     def _run(self, key: Key, *arguments: Any) -> Any:
         executable = self.executable(key)
@@ -351,6 +289,10 @@ class Runner:
 # Positions of pools and state among a program's arguments (the graph is bound already).
 _DONATED = {"prefill": (1, 2), "decode": (1, 2), "logits": (1,), "score": (1,)}
 _ANY_SAMPLING = Sampling(max_new_tokens=1)
+
+
+def _no_pages(rows: int, entries: int, size: int) -> Preparation:
+    return prepare([], page_size=1, rows=rows, entries=entries, sizes=(size,))
 
 
 def _scalar(value: float, dtype: type[np.generic]) -> Any:

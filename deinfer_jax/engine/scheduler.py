@@ -34,11 +34,16 @@ class DecodeStep:
 
     Attributes:
         requests: a row each.
-        context: the most tokens that any of them will have in the cache.
+        contexts: the most tokens that each will have in the cache.
     """
 
     requests: tuple[Request, ...]
-    context: int
+    contexts: tuple[int, ...]
+
+    @property
+    def context(self) -> int:
+        """The most tokens that any of them will have in the cache."""
+        return max(self.contexts)
 
 
 class Scheduler:
@@ -104,8 +109,7 @@ class Scheduler:
         for request in ready:
             most = request.sampling.max_new_tokens
             request.dispatched = min(request.dispatched + self.decode_steps, most)
-        context = max(len(r.prompt) + r.dispatched - 1 for r in ready)
-        return DecodeStep(tuple(ready), context)
+        return DecodeStep(tuple(ready), tuple(len(r.prompt) + r.dispatched - 1 for r in ready))
 
     def finish(self, request: Request) -> list[int]:
         """Gives slot and pages back; returns the pages that became free."""

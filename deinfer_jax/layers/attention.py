@@ -6,11 +6,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from deinfer_jax.cache.view import CacheView, LayerPool
+from deinfer_jax.cache.entry import Cacheable, Rebuild
+from deinfer_jax.cache.pool import LayerPool
+from deinfer_jax.cache.view import CacheView
 from deinfer_jax.config import ModelConfig
 from deinfer_jax.layers.linear import Contract, Expand
 from deinfer_jax.layers.norm import RMSNorm
-from deinfer_jax.layers.rope import rotate
+from deinfer_jax.layers.rope import Rotary, rotate
 from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["Attention"]
@@ -66,15 +68,40 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        rotation: tuple[Float[Array, "T h"], Float[Array, "T h"]],
+        rotary: Rotary,
         pool: LayerPool,
         view: CacheView,
     ) -> tuple[Float[Array, "T D"], LayerPool]:
         """What attention adds to the residual x, and the pool with the new tokens in it."""
-        q, k, v = self.strategy.expand(x, self.norm, self.qkv)
-        q, k, v = (part.reshape(part.shape[0], -1, self.head_dim) for part in (q, k, v))
+        outputs, z = self.strategy.expand(x, self.norm, self.qkv)
+        q, k, v = (part.reshape(part.shape[0], -1, self.head_dim) for part in outputs)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        rotation = rotary(view.positions(x.shape[0]))  # equal in all layers: XLA computes it once
         q, k = rotate(q, rotation), rotate(k, rotation)
-        out, pool = view.attend(pool, q, k, v, scale=self.head_dim**-0.5, window=self.window)
+        keys = self._cacheable("k_proj", k, z, self.k_norm, rotary)
+        values = self._cacheable("v_proj", v, z, None, None)
+        scale = self.head_dim**-0.5
+        out, pool = view.attend(pool, q, keys, values, scale=scale, window=self.window)
         return self.strategy.contract(out.reshape(out.shape[0], -1), self.o), pool
+
+    def _cacheable(
+        self,
+        short: str,
+        full: Array,  # [T, K, H]
+        z: Array | None,  # [T, R]
+        norm: RMSNorm | None,
+        rotary: Rotary | None,
+    ) -> Cacheable:
+        second = self.qkv.second_factor(short)
+        if second is None:
+            return Cacheable(full=full)
+        rebuild = Rebuild(
+            u=second[0],
+            bias=second[1],
+            norm=None if norm is None else norm.weight[...],
+            kv_heads=full.shape[1],
+            eps=0.0 if norm is None else norm.eps,
+            rotary=rotary,
+        )
+        return Cacheable(full=full, latent=self.qkv.latent(short, z), rebuild=rebuild)

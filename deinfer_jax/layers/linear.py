@@ -135,6 +135,36 @@ class Expand(nnx.Module):
         biases = jnp.split(self.bias[...], _starts(self.widths)[1:])
         return tuple(found[short] + b[None, :] for short, b in zip(self.order, biases, strict=True))
 
+    def latent(self, short: str, z: Float[Array, "T R"] | None) -> Float[Array, "T r"] | None:
+        """The slice of z that a projection reads, or None where it is dense."""
+        group = self._group(short)
+        if group is None:
+            return None
+        assert z is not None
+        offset, rank = self.group_slices[group]
+        return z[:, offset : offset + rank]
+
+    def second_factor(
+        self, short: str
+    ) -> tuple[Float[Array, "O r"], Float[Array, " O"] | None] | None:
+        """A projection's own rows of its group's u, and its bias: output = u c + b for its latent
+        c. None where it is dense."""
+        group = self._group(short)
+        if group is None:
+            return None
+        members = self.group_outputs[group]
+        u = _rows(self.u[group][...], members, short)
+        if self.bias is None:
+            return u, None
+        every = tuple(zip(self.order, self.widths, strict=True))
+        return u, _rows(self.bias[...], every, short)
+
+    def _group(self, short: str) -> int | None:
+        for index, members in enumerate(self.group_outputs):
+            if any(short == member for member, _ in members):
+                return index
+        return None
+
 
 class Contract(nnx.Module):
     """The projection that writes the residual stream (o, down): dense, or u (v h).
@@ -194,6 +224,13 @@ def _starts(widths: tuple[int, ...]) -> list[int]:
     for width in widths[:-1]:
         starts.append(starts[-1] + width)
     return starts
+
+
+def _rows(stack: Array, members: tuple[tuple[str, int], ...], short: str) -> Array:
+    """The rows of one of the members that are stacked on the first axis."""
+    starts = _starts(tuple(width for _, width in members))
+    index = [member for member, _ in members].index(short)
+    return stack[starts[index] : starts[index] + members[index][1]]
 
 
 def _split(y: Array, members: tuple[tuple[str, int], ...]) -> dict[str, Array]:

@@ -64,5 +64,5 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """What the block adds to the residual x."""
-        gate, up = self.strategy.expand(x, self.norm, self.gate_up)
+        (gate, up), _ = self.strategy.expand(x, self.norm, self.gate_up)
         return self.strategy.contract(ACTIVATIONS[self.act](gate) * up, self.down)

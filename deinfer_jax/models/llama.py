@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from deinfer_jax.cache.view import CacheView, LayerPool
+from deinfer_jax.cache.pool import LayerPool
+from deinfer_jax.cache.view import CacheView
 from deinfer_jax.config import ModelConfig
 from deinfer_jax.layers.attention import Attention
 from deinfer_jax.layers.embedding import WordTable
@@ -35,11 +36,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        rotation: tuple[Float[Array, "T h"], Float[Array, "T h"]],
+        rotary: Rotary,
         pool: LayerPool,
         view: CacheView,
     ) -> tuple[Float[Array, "T D"], LayerPool]:
-        attended, pool = self.attention(x, rotation, pool, view)
+        attended, pool = self.attention(x, rotary, pool, view)
         x = x + attended
         return x + self.mlp(x), pool
 
@@ -75,13 +76,12 @@ class Llama(nnx.Module):
 
         Returns:
             The residual stream after the last layer [T, D], and the pools with the tokens' keys and
-            values in them.
+            values, or their latents, in them.
         """
         x = self.strategy.embed(tokens, self.embedding)
-        rotation = self.rotary(view.positions(tokens.shape[0]))
         new_pools = []
         for layer, pool in zip(self.layers, pools, strict=True):
-            x, pool = layer(x, rotation, pool, view)
+            x, pool = layer(x, self.rotary, pool, view)
             new_pools.append(pool)
         return x, new_pools
 

@@ -60,10 +60,14 @@ class Strategy:
 
     name = "single"
 
-    def expand(self, x: Float[Array, "T D"], norm: Norm, block: Expanding) -> tuple[Array, ...]:
-        """Outputs of the block's projections for the normed residual x."""
+    def expand(
+        self, x: Float[Array, "T D"], norm: Norm, block: Expanding
+    ) -> tuple[tuple[Array, ...], Float[Array, "T R"] | None]:
+        """Outputs of the block's projections for the normed residual x, and the latents z that they
+        are computed from, whole, as they stand after the collective (None where all are dense)."""
         h = norm(x)
-        return block.outputs(h, block.latents(h))
+        z = block.latents(h)
+        return block.outputs(h, z), z
 
     def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T D"]:
         """What is added to the residual."""

@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deinfer_jax.cache import view as cache_view
-from deinfer_jax.cache.view import DecodeView, PrefillView, query_block
+from deinfer_jax.cache import chunk
+from deinfer_jax.cache.chunk import query_block
+from deinfer_jax.cache.entry import Cacheable
+from deinfer_jax.cache.layout import LayerLayout
+from deinfer_jax.cache.pool import LayerPool
+from deinfer_jax.cache.view import DecodeView, PrefillView
 
 N, K, H, S, PAGES = 6, 2, 10, 16, 9
 SCALE = 0.4
+LAYOUT = LayerLayout(kv_heads=K, head_dim=H)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,11 @@ def differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="window")
 def attend(view, pool, q, k, v, window):
-    return view.attend(pool, q, k, v, scale=SCALE, window=window)
+    """With bare arrays: the pool of a layer whose keys and values are full."""
+    pool = LayerPool(full=pool, latent=None, layout=LAYOUT)
+    keys, values = Cacheable(full=k), Cacheable(full=v)
+    out, pool = view.attend(pool, q, keys, values, scale=SCALE, window=window)
+    return out, pool.full
 
 
 def forget_programs() -> None:
@@ -242,7 +251,7 @@ class TestQueryBlocks:
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Outputs of a sequence of 83 tokens in two chunks, and its pool; also the blocks of the
         second chunk."""
-        monkeypatch.setattr(cache_view, "SCORE_BYTES", score_bytes)
+        monkeypatch.setattr(chunk, "SCORE_BYTES", score_bytes)
         forget_programs()  # the size is read when a program is traced
         lengths: list[int] = []
         real_map = jax.lax.map
@@ -284,7 +293,7 @@ class TestQueryBlocks:
     def test_what_no_token_sees_does_not_leak(
         self, monkeypatch: pytest.MonkeyPatch, value: float
     ) -> None:
-        monkeypatch.setattr(cache_view, "SCORE_BYTES", 0)
+        monkeypatch.setattr(chunk, "SCORE_BYTES", 0)
         forget_programs()
         whole, pages = sequence(37), table(4, 1, 6, length=5, unused=8)
         outs = [
@@ -301,8 +310,8 @@ class TestQueryBlocks:
         block = query_block(heads, context)
         size = heads * context * 4
         assert block & (block - 1) == 0 and block >= 16
-        assert block == 16 or block * size <= cache_view.SCORE_BYTES
-        assert 2 * block * size > cache_view.SCORE_BYTES
+        assert block == 16 or block * size <= chunk.SCORE_BYTES
+        assert 2 * block * size > chunk.SCORE_BYTES
 
 
 Rows = tuple[list[Sequence], np.ndarray, np.ndarray]
@@ -428,14 +437,17 @@ class TestDecode:
 
     def test_the_named_implementation_runs(self) -> None:
         view = DecodeView(
-            jnp.zeros((2, 1), jnp.int32), jnp.zeros(2, jnp.int32), jnp.ones(2, bool), "mosaic_gpu"
+            jnp.zeros((2, 1), jnp.int32),
+            jnp.zeros(2, jnp.int32),
+            jnp.ones(2, bool),
+            implementation="mosaic_gpu",
         )
         with pytest.raises(NotImplementedError, match="mosaic_gpu"):
             view.attend(
-                jnp.zeros((2, 2, K, S, H)),
+                LayerPool(full=jnp.zeros((2, 2, K, S, H)), latent=None, layout=LAYOUT),
                 jnp.zeros((2, N, H)),
-                jnp.zeros((2, K, H)),
-                jnp.zeros((2, K, H)),
+                Cacheable(full=jnp.zeros((2, K, H))),
+                Cacheable(full=jnp.zeros((2, K, H))),
                 scale=1.0,
                 window=None,
             )

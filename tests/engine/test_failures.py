@@ -78,7 +78,7 @@ class TestDeviceFailures:
         yield
         check_idle(small)
         assert len(small.runner.pools) == 2
-        arrays = [*small.runner.pools, *jax.tree.leaves(small.runner.state)]
+        arrays = jax.tree.leaves((small.runner.pools, small.runner.state))
         assert not any(array.is_deleted() for array in arrays)
 
     def plant(
@@ -299,7 +299,7 @@ class TestDeviceFailures:
                 for array in jax.tree.leaves((pools, state)):
                     array.delete()
             else:
-                pools = [jnp.full_like(pool, jnp.nan) for pool in pools]
+                pools = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), pools)
             return pools, state, Pending(message)
 
         patch.setattr(llm.runner, "_run", fail)

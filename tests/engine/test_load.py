@@ -27,7 +27,7 @@ BAD_LOADS: list[tuple[str, Any, str]] = [
     ("tensor_parallel", 2, "tensor_parallel.*one device, got 2"),
     ("tensor_parallel", 0, "tensor_parallel.*got 0"),
     ("kv_cache", "paged", "kv_cache.*got 'paged'"),
-    ("kv_cache", "latent", "kv_cache.*got 'latent'"),
+    ("kv_cache", "latent", "kv_cache: expected a model with a decomposed k_proj or v_proj"),
     ("dtype", "int8", "dtype: expected one of float32, bfloat16, float16.*got 'int8'"),
     ("max_batch", 0, "max_batch: expected a positive.*got 0"),
     ("max_context", -1, "max_context: expected a positive.*got -1"),
@@ -115,7 +115,7 @@ class TestLoad:
             config, max_batch=3, max_context=100, page_size=32, dtype="bfloat16", kv_cache="full"
         ) as llm:
             assert (llm.max_batch, llm.max_context) == (3, 100)
-            assert llm.runner.pools[0].shape == (12, 2, 2, 32, 8)
+            assert llm.runner.pools[0].full.shape == (12, 2, 2, 32, 8)
             arrays = jax.tree.leaves((llm.runner.weights, llm.runner.pools))
             assert {array.dtype.name for array in arrays} == {"bfloat16"}
 
@@ -290,7 +290,7 @@ class TestClose:
     def test_context_manager_closes_after_an_error(self, config) -> None:
         with pytest.raises(KeyError), deinfer_jax.load(config, max_context=32) as llm:
             raise KeyError
-        assert llm.runner.pools[0].is_deleted()
+        assert llm.runner.pools[0].full.is_deleted()
 
 
 def test_loading_says_what_it_did(config, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from deinfer_jax import OutOfDeviceMemory
-from deinfer_jax.cache.layout import choose_layout
-from deinfer_jax.cache.view import query_block
+from deinfer_jax.cache.choice import choose_layout
+from deinfer_jax.cache.chunk import query_block
 from deinfer_jax.engine import memory
 from deinfer_jax.engine.memory import (
     MemoryPlan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,9 +100,9 @@ class TestNotANumber:
     ) -> None:
         logits = llm.logits(prompts()[9])
         runner = llm.runner
-        runner.pools = [jnp.full_like(pool, value) for pool in runner.pools]
+        runner.pools = jax.tree.map(lambda pool: jnp.full_like(pool, value), runner.pools)
         assert run(llm, prompts(), **setting) == together[str(setting)]
-        runner.pools = [jnp.full_like(pool, value) for pool in runner.pools]
+        runner.pools = jax.tree.map(lambda pool: jnp.full_like(pool, value), runner.pools)
         np.testing.assert_array_equal(llm.logits(prompts()[9]), logits)
 
     def test_all_weights(self, load_tiny) -> None:

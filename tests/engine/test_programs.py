@@ -14,9 +14,9 @@ import pytest
 import deinfer_jax
 from deinfer_jax import LLM, OutOfDeviceMemory, RecompilationError
 from deinfer_jax.engine import programs
+from deinfer_jax.engine.buckets import Buckets, fit, powers_of_two
 from deinfer_jax.engine.memory import MemoryPlan
 from deinfer_jax.engine.request import Request, Sampling
-from deinfer_jax.engine.runner import Buckets, fit, powers_of_two
 from deinfer_jax.engine.sampler import NOT_A_NUMBER
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 
@@ -29,7 +29,7 @@ def llm(load_tiny) -> LLM:
 
 
 def pool_type(llm: LLM) -> str:
-    return "f32[" + ",".join(map(str, llm.runner.pools[0].shape)) + "]"
+    return "f32[" + ",".join(map(str, llm.runner.pools[0].full.shape)) + "]"
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +73,17 @@ class TestDonation:
 
     def test_temporaries_hold_no_second_pool(self, llm: LLM, compiled: Any) -> None:
         # The program reads 8 pages a row, and the pools have 32: a copy would show.
-        assert compiled.memory_analysis().alias_size_in_bytes >= 2 * llm.runner.pools[0].nbytes
+        assert compiled.memory_analysis().alias_size_in_bytes >= 2 * llm.runner.pools[0].full.nbytes
 
     @pytest.mark.parametrize("key", [PROGRAMS[0], PROGRAMS[1]], ids=lambda key: key[0])
     def test_state_is_aliased(self, llm: LLM, key: tuple[str, int, int]) -> None:
         state = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.state))
-        pools = sum(pool.nbytes for pool in llm.runner.pools)
+        pools = sum(pool.nbytes for pool in jax.tree.leaves(llm.runner.pools))
         analysis = llm.runner.executable(key).memory_analysis()
         assert analysis is not None and analysis.alias_size_in_bytes == pools + state
 
     def test_the_old_buffers_are_gone_after_a_step(self, llm: LLM) -> None:
-        before = [*llm.runner.pools, *jax.tree.leaves(llm.runner.state)]
+        before = jax.tree.leaves((llm.runner.pools, llm.runner.state))
         deinfer_jax.generate(llm, [5, 6, 7], max_new_tokens=2)
         assert all(array.is_deleted() for array in before)
 
@@ -128,16 +128,16 @@ class TestState:
 
     def test_decode_advances_the_slot(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         request, _ = prefilled
-        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), 7)))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), (7,))))
         state = jax.device_get(llm.runner.state)
         assert state.lengths.tolist() == [0, 0, 7, 0]
         assert state.tokens[2] == drawn[3, 0]
 
     def test_rows_stop_at_their_limit(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         request, _ = prefilled
-        llm.runner.decode(DecodeStep((request,), 7))
-        llm.runner.decode(DecodeStep((request,), 11))
-        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), 11)))
+        llm.runner.decode(DecodeStep((request,), (7,)))
+        llm.runner.decode(DecodeStep((request,), (11,)))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), (11,))))
         assert (drawn[:, 0] == programs.IDLE).all()
         assert jax.device_get(llm.runner.state).lengths[2] == 11
 
@@ -149,7 +149,7 @@ class TestState:
         found = []
         for one, dispatches in ((llm, 2), (single, 8)):
             one.runner.prefill(PrefillStep(request, 0, 3, True))
-            step = DecodeStep((request,), min(3 + new, 10))
+            step = DecodeStep((request,), (min(3 + new, 10),))
             drawn = [np.asarray(one.runner.decode(step)) for _ in range(dispatches)]
             found.append(np.concatenate(drawn)[:, 0].tolist())
             assert jax.device_get(one.runner.state).lengths[1] == 3 + new - 1
@@ -159,7 +159,7 @@ class TestState:
         assert programs.IDLE not in several[: new - 1]
 
     def test_padding_rows_are_idle(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
-        drawn = np.asarray(llm.runner.decode(DecodeStep((prefilled[0],), 7)))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((prefilled[0],), (7,))))
         assert drawn.shape == (4, 2) and (drawn[:, 1] == programs.IDLE).all()
 
     def test_the_host_sends_slot_numbers_only(
@@ -175,7 +175,7 @@ class TestState:
             return run(key, *arguments)
 
         monkeypatch.setattr(llm.runner, "_run", spy)
-        llm.runner.decode(DecodeStep((prefilled[0],), 7))
+        llm.runner.decode(DecodeStep((prefilled[0],), (7,)))
         assert [array.tolist() for array in sent] == [[2, 4]]
 
 
@@ -194,7 +194,7 @@ class TestBrokenRows:
         request = start(broken, [5, 7, 6], 1, [3])
         token = broken.runner.prefill(PrefillStep(request, 0, 3, True))
         assert int(token) == NOT_A_NUMBER
-        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), 7)))
+        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), (7,))))
         assert (drawn[:, 0] == programs.IDLE).all()
 
     def test_while_decoding(self, broken: LLM) -> None:
@@ -202,7 +202,7 @@ class TestBrokenRows:
         broken.runner.prefill(PrefillStep(request, 0, 2, True))
         state: Any = broken.runner.state
         broken.runner.state = replace(state, tokens=state.tokens.at[1].set(7))
-        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), 6)))
+        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), (6,))))
         assert drawn[:, 0].tolist() == [NOT_A_NUMBER, *[programs.IDLE] * 3]
 
 
@@ -390,7 +390,7 @@ class TestBuckets:
             begin = (tokens - 1) // chunk * chunk
             runner.prefill(PrefillStep(request, begin, tokens - begin, True))
             for batch in range(1, 5):
-                runner.decode(DecodeStep((request,) * batch, tokens))
+                runner.decode(DecodeStep((request,) * batch, (tokens,) * batch))
         assert asked <= set(runner.buckets.programs())
 
 

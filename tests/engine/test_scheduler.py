@@ -148,7 +148,7 @@ class TestDecode:
         s = scheduler()
         requests = added(s, request(5, 4), request(9, 4))
         prefill_all(s)
-        assert s.schedule() == DecodeStep(requests, 10)
+        assert s.schedule() == DecodeStep(requests, (6, 10))
 
     def test_context_is_that_of_the_longest(self) -> None:
         s = scheduler(decode_steps=4)
@@ -157,6 +157,7 @@ class TestDecode:
         step = s.schedule()
         # 30 + 2 tokens (its limit) and 5 + 4
         assert isinstance(step, DecodeStep) and step.context == 32
+        assert step.contexts == (9, 32)
 
     def test_several_steps(self) -> None:
         s = scheduler(decode_steps=4)
@@ -175,7 +176,7 @@ class TestDecode:
         (r,) = added(s, request(5, new))
         prefill_all(s)
         steps = [s.schedule() for _ in contexts]
-        assert steps == [DecodeStep((r,), context) for context in contexts]
+        assert steps == [DecodeStep((r,), (context,)) for context in contexts]
         assert s.schedule() is None
         assert r.dispatched == new
 
@@ -306,7 +307,7 @@ def test_simulation(ahead: int, decode_steps: int) -> None:
                 assert len(r.prompt) <= cached[id(r)] < r.max_length
                 cached[id(r)] = min(cached[id(r)] + decode_steps, r.max_length)
                 assert cached[id(r)] <= len(r.pages) * PAGE
-            assert step.context == max(cached[id(r)] for r in step.requests)
+            assert step.contexts == tuple(cached[id(r)] for r in step.requests)
         if step is not None:
             in_flight.append(step)
         if in_flight and (step is None or len(in_flight) > ahead):

@@ -203,10 +203,6 @@ class TestContract:
             f"{PARENT}.o_proj.u.bias": Source(f"{PARENT}.o_proj.u.bias", 0, (11,)),
         }
 
-    def test_a_slice_of_another_factor(self) -> None:
-        with pytest.raises(ValueError, match="o_proj.*offset 0, got offset 3"):
-            contract(slices(o_proj=("vo", 3, 4)), bias=False)
-
 
 class TestProduct:
     @pytest.mark.parametrize("rows", [1, 2, 7, 128, 129, 300])

@@ -52,7 +52,7 @@ def test_decode(checkpoint) -> None:
     page, steps = 16, 35
     with deinfer_jax.load(directory, page_size=page) as llm:
         graph, weights = llm.runner.graph, llm.runner.weights
-        pools = [jnp.zeros(pool.shape, pool.dtype) for pool in llm.runner.pools]
+        pools = jax.tree.map(jnp.zeros_like, llm.runner.pools)
         tables = jnp.asarray([[5, 3, 9], [2, 4, 0]], jnp.int32)  # scattered on purpose
         step = jax.jit(partial(_decode_logits, graph))
         logits = []

@@ -76,8 +76,11 @@ def row_logits(llm: LLM, rows: int, pages: int, tokens: int) -> np.ndarray:
     """Logits [STEPS, W] of row 0, which has ``tokens`` tokens in the cache at first, beside rows of
     other sequences, up to as many tokens as the pages hold."""
     rng = np.random.default_rng(0)
-    shape = (PAGES, *llm.runner.pools[0].shape[1:])
-    pools = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in llm.runner.pools]
+
+    def random_pages(pool: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((PAGES, *pool.shape[1:])), jnp.float32)
+
+    pools = jax.tree.map(random_pages, llm.runner.pools)
     words = rng.integers(3, llm.config.vocab_size, (STEPS, 8)).astype(np.int32)
     # Row 0 has the same pages everywhere; the others differ by bucket.
     tables = 8 + np.random.default_rng(pages).permutation(PAGES - 8)[: rows * pages]

@@ -1,0 +1,1 @@
+"""Decode attention over full keys and latent values, without rebuilding the values."""

@@ -1,0 +1,1 @@
+"""Keys or values of cached tokens, rebuilt from their latents."""

@@ -1,0 +1,1 @@
+"""Copy of scattered pages into a dense buffer."""
