@@ -1,11 +1,18 @@
 """Inference for low-rank decomposed (and dense) language models in JAX."""
 
+from deinfer_jax.checkpoint.inspect import Decomposition as Decomposition
 from deinfer_jax.checkpoint.inspect import Inspection as Inspection
 from deinfer_jax.checkpoint.inspect import inspect as inspect
 from deinfer_jax.config import LowRank as LowRank
 from deinfer_jax.config import ModelConfig as ModelConfig
 from deinfer_jax.config import RopeConfig as RopeConfig
 from deinfer_jax.config import Slice as Slice
+
+# The function takes the name of the package that it lives in; `deinfer_jax.decompose.run` is still
+# imported by that name.
+from deinfer_jax.decompose.report import ModuleReport as ModuleReport
+from deinfer_jax.decompose.report import Report as Report
+from deinfer_jax.decompose.run import decompose as decompose
 from deinfer_jax.engine.generate import Completion as Completion
 from deinfer_jax.engine.generate import Timing as Timing
 from deinfer_jax.engine.generate import generate as generate

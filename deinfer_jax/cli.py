@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     generate.add_argument("--max-batch", type=int, metavar="B")
     generate.add_argument("--max-context", type=int, metavar="TOKENS")
+    generate.add_argument(
+        "--kv-cache", choices=("auto", "full", "latent", "full+latent"), default="auto"
+    )
     generate.add_argument("--cache-bytes", type=int, metavar="BYTES")
     generate.add_argument("--page-size", type=int, metavar="TOKENS")
     generate.add_argument("--prefill-chunk", type=int, metavar="TOKENS")
@@ -62,6 +65,45 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--json", action="store_true", help="one JSON object a prompt, with token ids and times"
     )
+
+    decompose = _command(
+        commands,
+        "decompose",
+        "decompose a dense model into low-rank factors",
+        "deinfer decompose model.gguf small --keep 0.6 --calibration a.txt b.txt --plot ranks.png",
+        _decompose,
+    )
+    decompose.add_argument("model", help="a dense Hugging Face directory or GGUF file")
+    decompose.add_argument("destination", help="the directory to make")
+    decompose.add_argument(
+        "--keep", type=float, default=0.6, metavar="FRACTION", help="of the parameters (0.6)"
+    )
+    decompose.add_argument("--method", choices=("fisher", "whitened", "svd"), default="fisher")
+    decompose.add_argument("--allocation", choices=("loss", "uniform"), default="loss")
+    decompose.add_argument(
+        "--ranks", metavar="FILE", help="JSON with ranks by module, in the place of --keep"
+    )
+    decompose.add_argument("--multiple-of", type=int, default=1, metavar="N", help="of all ranks")
+    decompose.add_argument(
+        "--groups",
+        default="shared",
+        metavar="GROUPS",
+        help="shared (default), shared-kv, separate, or names: q,k,v+gate,up",
+    )
+    decompose.add_argument(
+        "--calibration",
+        nargs="+",
+        metavar="TEXT",
+        help="text files (default: the model writes its own)",
+    )
+    decompose.add_argument("--calibration-tokens", type=int, default=8192, metavar="N")
+    decompose.add_argument("--seed", type=int, default=0)
+    decompose.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    decompose.add_argument(
+        "--spectra", metavar="FOLDER", help="keep what was measured, for another --keep"
+    )
+    decompose.add_argument("--plot", metavar="FILE", help="draw the ranks by layer")
+    decompose.add_argument("--json", action="store_true", help="print the report as JSON")
 
     inspect = _command(
         commands,
@@ -113,6 +155,7 @@ def _generate(args: argparse.Namespace) -> int:
     options |= {"max_context": args.max_context, "cache_bytes": args.cache_bytes}
     options |= {"page_size": args.page_size, "prefill_chunk": args.prefill_chunk}
     options |= {"decode_steps": args.decode_steps, "implementation": args.implementation}
+    options |= {"kv_cache": args.kv_cache}
     prompts = args.prompts
     if args.chat:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -148,6 +191,43 @@ def _generate(args: argparse.Namespace) -> int:
         if completion.error:
             print(f"deinfer generate: {prompt!r}: {completion.error}", file=sys.stderr)
     return 1 if any(completion.error for completion in completions) else 0
+
+
+def _decompose(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import deinfer_jax
+
+    if args.plot:
+        import matplotlib  # noqa: F401 (its absence is better known before the work than after)
+
+    groups = args.groups
+    if "," in groups or "+" in groups:
+        groups = [names.split(",") for names in groups.split("+")]
+    ranks = None
+    if args.ranks:
+        ranks = json.loads(Path(args.ranks).read_text(encoding="utf-8"))
+        if not isinstance(ranks, dict):
+            raise ValueError(f"{args.ranks}: expected ranks by module, got {type(ranks).__name__}")
+    report = deinfer_jax.decompose(
+        args.model,
+        args.destination,
+        keep=args.keep,
+        method=args.method,
+        ranks=ranks,
+        allocation=args.allocation,
+        multiple_of=args.multiple_of,
+        groups=groups,
+        calibration=args.calibration,
+        calibration_tokens=args.calibration_tokens,
+        seed=args.seed,
+        dtype=args.dtype,
+        spectra=args.spectra,
+    )
+    print(json.dumps(report.to_json(), indent=1) if args.json else report)
+    if args.plot:
+        report.plot(args.plot)
+    return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -1,0 +1,135 @@
+"""How much of SmolLM2's quality do the methods keep, at equal size?
+
+Decomposes all linears, calibrated on the first 8,192 tokens (16 windows of 512) of WikiText-2's
+validation text, or on 4,096 of it and 4,096 of novels, and measures perplexity over the first 4,088
+predictions (windows of 512, no BOS) of WikiText-2's test text and of other novels. `fisher` draws
+labels, so it runs with three seeds; the median counts. The texts are not part of this repository.
+
+    python -m bench.quality --data FOLDER [--model FILE.gguf] [--keep 0.8 0.6] [--only NAME …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import deinfer_jax
+from bench.common import write
+from deinfer_jax.demo import smollm2_path
+
+WIKITEXT, NOVELS = "wikitext2_valid.txt", "classic_books_calib.txt"
+TESTS = {"wikitext": "wikitext2_test.txt", "novels": "classic_books_valid.txt"}
+PREDICTIONS, WINDOW = 4088, 512
+
+# name: arguments of decompose, calibration texts (None = the model's own), label seeds
+CASES: dict[str, tuple[dict[str, Any], list[str] | None, list[int]]] = {
+    "svd, uniform, separate": (
+        {"method": "svd", "allocation": "uniform", "groups": "separate"},
+        [],
+        [0],
+    ),
+    "whitened, uniform, separate": (
+        {"method": "whitened", "allocation": "uniform", "groups": "separate"},
+        [WIKITEXT],
+        [0],
+    ),
+    "whitened, uniform, shared": (
+        {"method": "whitened", "allocation": "uniform", "groups": "shared"},
+        [WIKITEXT],
+        [0],
+    ),
+    "fisher, by loss, shared": ({}, [WIKITEXT], [0, 1, 2]),
+    "fisher, by loss, shared, mixed text": ({}, [WIKITEXT, NOVELS], [0, 1, 2]),
+    "fisher, by loss, shared, own text": ({}, None, [0]),
+}
+
+
+def evaluate(model: Path, texts: dict[str, str]) -> dict[str, float]:
+    """Perplexity on each text."""
+    with deinfer_jax.load(model, dtype="float32", max_batch=1, max_context=WINDOW) as llm:
+        return {
+            name: deinfer_jax.perplexity(
+                llm, text, window=WINDOW, predictions=PREDICTIONS, progress=False
+            ).value
+            for name, text in texts.items()
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
+    parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package)")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.9, 0.8, 0.6])
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE")
+    parser.add_argument("--seeds", type=int, help="at most so many label seeds")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all")
+    parser.add_argument("--name", default="quality")
+    parser.add_argument("--out", help="folder of the result file")
+    args = parser.parse_args()
+    model = args.model or smollm2_path()
+    texts = {name: (args.data / file).read_text(encoding="utf-8") for name, file in TESTS.items()}
+
+    started = time.perf_counter()
+    dense = evaluate(model, texts)
+    print(f"dense: {dense['wikitext']:.2f} / {dense['novels']:.2f} (WikiText / novels)", flush=True)
+    rows: list[dict[str, Any]] = []
+    result = {"predictions": PREDICTIONS, "window": WINDOW, "dense": dense, "rows": rows}
+    for name in args.only or CASES:
+        options, calibration, seeds = CASES[name]
+        found: dict[float, list[dict[str, Any]]] = {keep: [] for keep in args.keep}
+        for seed in seeds[: args.seeds]:
+            with tempfile.TemporaryDirectory() as folder:
+                for keep in args.keep:
+                    if time.perf_counter() - started > args.limit:
+                        print("out of time", flush=True)
+                        return 1
+                    dst = Path(folder) / f"{keep}"
+                    begun = time.perf_counter()
+                    report = deinfer_jax.decompose(
+                        model,
+                        dst,
+                        keep=keep,
+                        calibration=None
+                        if calibration is None
+                        else [args.data / text for text in calibration] or None,
+                        seed=seed,
+                        dtype="float32",
+                        spectra=Path(folder) / "spectra",
+                        progress=False,
+                        **options,
+                    )
+                    taken = time.perf_counter() - begun
+                    values = evaluate(dst, texts)
+                    row = {"seed": seed, "keep_reached": report.keep, "seconds": taken, **values}
+                    found[keep].append(row | {"steps_s": report.seconds, "loss": report.loss})
+                    print(
+                        f"{name}, keep {keep}, seed {seed}: {values['wikitext']:.2f} / "
+                        f"{values['novels']:.2f} ({taken:.0f} s)",
+                        flush=True,
+                    )
+        for keep, some in found.items():
+            median = {text: statistics.median(row[text] for row in some) for text in TESTS}
+            rows.append({"case": name, "keep": keep, "median": median, "runs": some})
+        write(args.name, result, args.out)
+    print(table(result))
+    return 0
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: a line a case, perplexity on WikiText / novels by keep."""
+    keeps = sorted({row["keep"] for row in result["rows"]}, reverse=True)
+    lines = ["| case | " + " | ".join(f"keep {keep}" for keep in keeps) + " |"]
+    lines.append("|---" * (len(keeps) + 1) + "|")
+    for name in dict.fromkeys(row["case"] for row in result["rows"]):
+        cells = {row["keep"]: row["median"] for row in result["rows"] if row["case"] == name}
+        texts = [f"{cells[k]['wikitext']:.1f} / {cells[k]['novels']:.1f}" for k in keeps]
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""From dense models to low-rank ones: calibration, statistics, ranks and factors."""
