@@ -85,8 +85,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 for keep in args.keep:
                     if time.perf_counter() - started > args.limit:
-                        print("out of time", flush=True)
-                        return 1
+                        print(f"out of time: {name}, keep {keep}, seed {seed} left out", flush=True)
+                        continue
                     dst = Path(folder) / f"{keep}"
                     begun = time.perf_counter()
                     report = deinfer_jax.decompose(
@@ -112,6 +112,8 @@ def main() -> int:
                         flush=True,
                     )
         for keep, some in found.items():
+            if not some:
+                continue
             median = {text: statistics.median(row[text] for row in some) for text in TESTS}
             rows.append({"case": name, "keep": keep, "median": median, "runs": some})
         write(args.name, result, args.out)

@@ -128,6 +128,7 @@ class TestGenerate:
         monkeypatch.setattr(deinfer_jax, "load", spy)
         options = "--dtype float32 --max-batch 3 --max-context 64 --cache-bytes 200000"
         options += " --page-size 32 --prefill-chunk 16 --decode-steps 2 --implementation reference"
+        options += " --kv-cache full"
         assert generate(model, "w7 w8", *options.split()) == 0
         assert seen == dict(
             path=str(model),
@@ -139,6 +140,7 @@ class TestGenerate:
             prefill_chunk=16,
             decode_steps=2,
             implementation="reference",
+            kv_cache="full",
         )
 
     def test_stop_token_ids(

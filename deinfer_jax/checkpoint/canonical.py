@@ -155,6 +155,8 @@ class CanonicalWriter:
         hf_config: Mapping[str, Any],
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation_config: Mapping[str, Any] | None = None,
+        *,
+        records: Mapping[str, Any] | None = None,
     ) -> Path:
         """Makes the pieces a model at ``dst``, in one rename, and deletes everything else.
 
@@ -163,6 +165,7 @@ class CanonicalWriter:
                 (``config_hf.low_rank_block``).
             tokenizer: saved with the model.
             generation_config: content of generation_config.json.
+            records: other JSON files of the model, content by file name.
 
         Returns:
             ``dst``.
@@ -188,6 +191,8 @@ class CanonicalWriter:
                 write_json(model / f"model{SUFFIX}.index.json", index)
             if generation_config is not None:
                 write_json(model / "generation_config.json", dict(generation_config))
+            for name, value in (records or {}).items():
+                write_json(model / name, value)
             if tokenizer is not None:
                 with self._workspace.needing("a few megabytes for the tokenizer"):
                     tokenizer.save_pretrained(model)

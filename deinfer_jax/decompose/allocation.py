@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from deinfer_jax.decompose.groups import Group
 
-__all__ = ["ALLOCATIONS", "allocate", "check", "explicit", "kept"]
+__all__ = ["ALLOCATIONS", "allocate", "check", "explicit", "kept", "whole"]
 
 ALLOCATIONS = ("loss", "uniform")
 Ranks = list[int | None]  # by group; None = the group stays dense
@@ -27,7 +29,7 @@ def check(groups: Sequence[Group], keep: float, *, allocation: str, multiple_of:
         raise ValueError(f"keep: expected 0 < keep <= 1, got {keep}")
     if allocation not in ALLOCATIONS:
         raise ValueError(f"allocation: expected one of {ALLOCATIONS}, got {allocation!r}")
-    if multiple_of < 1:
+    if whole("multiple_of", multiple_of) < 1:
         raise ValueError(f"multiple_of: expected a positive integer, got {multiple_of}")
     least = sum(_Steps(group, multiple_of).cost(1) for group in groups)
     if _budget(groups, keep) < least:
@@ -86,6 +88,16 @@ def allocate(
         falling = [share - np.arange(step.count) for step, share in zip(steps, shares, strict=True)]
         taken = _fill(steps, taken, falling, budget)
     return [step.rank(count) for step, count in zip(steps, taken, strict=True)]
+
+
+def whole(what: str, value: Any) -> int:
+    """An integer of any type as int; ValueError for anything else, a bool included."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what}: expected an integer, got {value!r}") from None
 
 
 def explicit(groups: Sequence[Group], ranks: Mapping[str, int]) -> Ranks:

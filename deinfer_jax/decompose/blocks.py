@@ -8,9 +8,9 @@ gradient is that of the output.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -257,28 +257,44 @@ def _run(graph: Any, weights: Weights, x: Array, zeros: Mapping[str, Array]) -> 
     return y, inputs
 
 
-@partial(jax.jit, static_argnums=0)
+def _exact(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``jax.jit`` with products in full float32: a GPU would take TensorFloat-32."""
+
+    def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = jax.jit(function, **options)
+
+        @wraps(function)
+        def run(*arguments: Any) -> Any:
+            with jax.default_matmul_precision("highest"):
+                return compiled(*arguments)
+
+        return run
+
+    return jitted
+
+
+@_exact(static_argnums=0)
 def _embed(graph: Any, weights: Weights, tokens: Array) -> Array:
     model = nnx.merge(graph, weights)
     return model.strategy.embed(tokens, model.embedding)
 
 
-@partial(jax.jit, static_argnums=0)
+@_exact(static_argnums=0)
 def _forward(graph: Any, weights: Weights, x: Array) -> Array:
     return _run(graph, weights, x, {})[0]
 
 
-@partial(jax.jit, static_argnums=0)
+@_exact(static_argnums=0)
 def _inputs(graph: Any, weights: Weights, x: Array) -> dict[str, Array]:
     return _run(graph, weights, x, {})[1]
 
 
-@partial(jax.jit, static_argnums=(0, 3))
+@_exact(static_argnums=(0, 3))
 def _input_of(graph: Any, weights: Weights, x: Array, block: str) -> Array:
     return _run(graph, weights, x, {})[1][block]
 
 
-@partial(jax.jit, static_argnums=0)
+@_exact(static_argnums=0)
 def _gradients(
     graph: Any, weights: Weights, x: Array, gy: Array, zeros: dict[str, Array]
 ) -> tuple[dict[str, Array], dict[str, Array], Array]:
@@ -288,7 +304,7 @@ def _gradients(
     return inputs, gradients, gx
 
 
-@partial(jax.jit, static_argnums=(0, 4))
+@_exact(static_argnums=(0, 4))
 def _head(
     graph: Any, weights: Weights, x: Array, key: jax.Array, samples: int
 ) -> tuple[Array, Array]:

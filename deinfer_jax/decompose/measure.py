@@ -72,14 +72,15 @@ class Measurement:
         self.method: Any = method
         self.seed, self.progress = seed, progress
         self.seconds: dict[str, float] = {}
-        self.window = min(WINDOW, checkpoint.config.max_position)
+        # A power of two, so that a round number of tokens comes out even.
+        self.window = 2 ** (min(WINDOW, checkpoint.config.max_position).bit_length() - 1)
         if calibration_tokens < self.window or calibration_tokens % self.window:
             raise ValueError(
                 f"calibration_tokens: expected a multiple of {self.window}, "
                 f"got {calibration_tokens}"
             )
         self.tokens = calibration_tokens
-        self.texts = _paths(calibration)
+        self.texts = None if method == "svd" else _paths(calibration)
         with self._timed("hash"):
             self.base_model = {"name": checkpoint.path.name, "sha256": checkpoint.sha256()}
             hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.texts or ()]
@@ -94,6 +95,14 @@ class Measurement:
             "seed": None if blind else seed,
         }
 
+        # Here, so that a text that is too short is known before anything is written.
+        self._calibrated: Calibration | None = None
+        if self.texts is not None:
+            with self._timed("calibration"):
+                self._calibrated = from_text(
+                    checkpoint.tokenizer(), self.texts, tokens=self.tokens, window=self.window
+                )
+
     def take(self, store: SpectrumStore) -> dict[str, Any]:
         """Fills the store with what it lacks; returns the calibration's description."""
         config = self.checkpoint.config
@@ -102,13 +111,7 @@ class Measurement:
             for layer in missing:
                 self._keep(store, layer, {})
             return {}
-        kept = store.calibration()
-        if kept is None:
-            with self._timed("calibration"):
-                calibration = self._calibration()
-            store.keep_calibration(calibration.tokens, calibration.description)
-            kept = calibration.tokens, calibration.description
-        tokens, description = kept
+        tokens, description = self._calibration(store)
         if missing:
             logger.info("statistics on %d tokens: %s", tokens.size, description)
             with self._timed("statistics"):
@@ -131,8 +134,14 @@ class Measurement:
             if group.layer == layer:
                 names = [f"{module}.weight" for module in group.modules]
                 found = dict(self.checkpoint.tensors(names))
+                for name, weight in found.items():
+                    if not np.isfinite(weight.sum(dtype=np.float64)):
+                        raise ValueError(f"{self.checkpoint.path}: tensor {name} is not finite")
                 stacked = np.concatenate([found[name].astype(np.float64) for name in names])
-                whole = decompose(stacked, moments.get(group.name), self.method)
+                try:
+                    whole = decompose(stacked, moments.get(group.name), self.method)
+                except np.linalg.LinAlgError as error:
+                    raise ValueError(f"{group.name}: {error}") from error
                 if not (np.isfinite(whole.left).all() and np.isfinite(whole.right).all()):
                     raise ValueError(f"{group.name}: its factors are not finite")
                 most = group.break_even
@@ -141,10 +150,19 @@ class Measurement:
                 )
         store.write(layer, spectra, moments)
 
-    def _calibration(self) -> Calibration:
-        if self.texts is not None:
-            tokenizer = self.checkpoint.tokenizer()
-            return from_text(tokenizer, self.texts, tokens=self.tokens, window=self.window)
+    def _calibration(self, store: SpectrumStore) -> tuple[np.ndarray, dict[str, Any]]:
+        """Token windows and their description; what the model wrote is kept for a resumed run."""
+        if self._calibrated is not None:
+            return self._calibrated.tokens, self._calibrated.description
+        kept = store.calibration()
+        if kept is None:
+            with self._timed("calibration"):
+                written = self._self_written()
+            kept = written.tokens, written.description
+            store.keep_calibration(*kept)
+        return kept
+
+    def _self_written(self) -> Calibration:
         logger.info("no calibration text: the model writes %d tokens itself", self.tokens)
         with load(
             self.checkpoint.path,

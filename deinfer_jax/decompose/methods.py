@@ -20,7 +20,7 @@ __all__ = ["METHODS", "Method", "Moments", "Spectrum", "decompose"]
 
 Method = Literal["fisher", "whitened", "svd"]
 METHODS: tuple[Method, ...] = ("fisher", "whitened", "svd")
-Matrix = Float[np.ndarray, "m n"]
+Matrix = Float[np.ndarray, "_ _"]
 
 # Damping of fisher, in units of the mean of the diagonal. Between 1e-3 and 1e-1 little changes.
 INPUT_DAMPING = 1e-4

@@ -7,6 +7,7 @@ import logging
 import resource
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,12 @@ def decompose(
 ) -> Report:
     """Decomposes all linears of a dense model's layers, W ≈ u v, and writes the canonical form.
 
-    Works a layer at a time. On the device are one layer, the embeddings and one window's
-    activations, all float32; on the host, besides, the residual stream of the calibration tokens
-    (4 · tokens · D · (L + 1) bytes for ``fisher``, 8 · tokens · D otherwise) and its moments in
-    float64. On disk, next to ``dst``, the decompositions of full rank take as much as the dense
-    weights in float32 until the end. An interrupted run goes on where it was when it is started
-    again with the same arguments; until it is through, nothing at ``dst`` exists.
+    Works a layer at a time. On the device are a layer or two, the embeddings and one window's
+    activations and logits, all float32; on the host, besides, the residual stream of the
+    calibration tokens (4 · tokens · D · (L + 2) bytes for ``fisher``, 8 · tokens · D otherwise) and
+    a layer's moments in float64. On disk, next to ``dst``, the decompositions of full rank take as
+    much as the dense weights in float32 until the end. An interrupted run goes on where it was when
+    it is started again with the same arguments; until it is through, nothing at ``dst`` exists.
 
     Args:
         src: a dense checkpoint, as for :func:`deinfer_jax.load`.
@@ -75,7 +76,8 @@ def decompose(
             ``"shared-kv"`` ({k,v} and {gate,up}), ``"separate"``, or short names by group.
         calibration: a text file, or several, which give equal parts; None = the model writes its
             own, plain text and chats. Unused by ``svd``.
-        calibration_tokens: how many, a multiple of 512.
+        calibration_tokens: how many, in windows of 512 (of the largest power of two that the
+            model's context holds, where that is less), which must come out even.
         seed: of labels and of text that the model writes.
         dtype: of what is written, ``"float32"``, ``"bfloat16"`` or ``"float16"``; None = the
             checkpoint's.
@@ -98,12 +100,17 @@ def decompose(
     config = checkpoint.config
     if config.low_rank:
         raise ValueError(f"{checkpoint.path}: expected a dense model, got a decomposed one")
-    if Path(dst).exists():
+    dst = Path(dst)
+    if dst.exists():
         raise FileExistsError(f"{dst}: expected a directory to make, but this exists")
+    if spectra is not None and dst.resolve() in (Path(spectra).resolve(), *_parents(spectra)):
+        raise ValueError(f"spectra: expected a folder outside of {dst}, got {spectra}")
+    keep = float(keep)
     all_groups = form_groups(find_blocks(config), groups)
     if ranks is None:
         allocations.check(all_groups, keep, allocation=allocation, multiple_of=multiple_of)
     else:
+        ranks = {name: allocations.whole(f"ranks: {name}", rank) for name, rank in ranks.items()}
         allocations.explicit(all_groups, ranks)
     dtype = config.dtype if dtype is None else dtype
     if dtype not in DTYPES:
@@ -121,41 +128,39 @@ def decompose(
     options = {
         "keep": keep if ranks is None else None,
         "allocation": allocation if ranks is None else "explicit",
-        "multiple_of": multiple_of,
+        "multiple_of": allocations.whole("multiple_of", multiple_of),
         "ranks": None if ranks is None else dict(ranks),
         "dtype": dtype,
     }
-    with CanonicalWriter(dst, measurement.fingerprint | options) as writer:
-        store = SpectrumStore(
-            Path(spectra) if spectra is not None else writer.partial / "spectra",
-            measurement.fingerprint,
+    with ExitStack() as stack:
+        # The given folder first: if it is of something else, nothing else has begun.
+        store = None if spectra is None else SpectrumStore(Path(spectra), measurement.fingerprint)
+        stack.callback(lambda: None if store is None else store.close())
+        writer = stack.enter_context(CanonicalWriter(dst, measurement.fingerprint | options))
+        if store is None:
+            store = SpectrumStore(writer.partial / "spectra", measurement.fingerprint)
+        description = measurement.take(store)
+        chosen = _ranks(
+            writer,
+            store,
+            all_groups,
+            ranks,
+            keep=keep,
+            allocation=allocation,
+            multiple_of=multiple_of,
         )
-        try:
-            description = measurement.take(store)
-            chosen = (
-                allocations.explicit(all_groups, ranks)
-                if ranks is not None
-                else allocations.allocate(
-                    all_groups,
-                    [store.energies(group) for group in all_groups],
-                    keep,
-                    allocation=allocation,
-                    multiple_of=multiple_of,
-                )
-            )
-            started = time.perf_counter()
-            modules = _write_layers(
-                checkpoint,
-                writer,
-                store,
-                dict(zip(all_groups, chosen, strict=True)),
-                wanted=ranks or {},
-                fisher=method == "fisher",
-                dtype=dtype,
-                progress=show_progress(progress),
-            )
-        finally:
-            store.close()
+        started = time.perf_counter()
+        modules = _write_layers(
+            checkpoint,
+            writer,
+            store,
+            dict(zip(all_groups, chosen, strict=True)),
+            wanted=ranks or {},
+            fisher=method == "fisher",
+            dtype=dtype,
+            progress=show_progress(progress),
+        )
+        store.close()
         report = Report(
             modules=tuple(modules),
             method=method,
@@ -185,10 +190,39 @@ def decompose(
         )
         hf_config = checkpoint.hf_config() | {"dtype": dtype, "low_rank": block}
         hf_config.pop("torch_dtype", None)
-        writer.publish(hf_config, tokenizer, checkpoint.generation_config())
-    report.save(dst)
+        writer.publish(
+            hf_config,
+            tokenizer,
+            checkpoint.generation_config(),
+            records={"report.json": report.to_json()},
+        )
     logger.info("%s: keep %.4f, %d groups", dst, report.keep, len(all_groups))
     return report
+
+
+def _ranks(
+    writer: CanonicalWriter,
+    store: SpectrumStore,
+    groups: Sequence[Group],
+    ranks: Mapping[str, int] | None,
+    *,
+    keep: float,
+    allocation: str,
+    multiple_of: int,
+) -> list[int | None]:
+    """The ranks, chosen once: layers that an interrupted run has finished have them already, and
+    energies may have been measured anew since."""
+    if writer.has_record("ranks"):
+        return writer.read_record("ranks")
+    if ranks is not None:
+        chosen = allocations.explicit(groups, ranks)
+    else:
+        energies = [store.energies(group) for group in groups]
+        chosen = allocations.allocate(
+            groups, energies, keep, allocation=allocation, multiple_of=multiple_of
+        )
+    writer.write_record("ranks", chosen)
+    return chosen
 
 
 def _write_layers(
@@ -301,6 +335,10 @@ def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     if not np.isfinite(cast.astype(np.float32)).all():
         raise ValueError(f"{name}: not all values are finite in {dtype}")
     return cast
+
+
+def _parents(path: PathLike) -> tuple[Path, ...]:
+    return tuple(Path(path).resolve().parents)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Any:

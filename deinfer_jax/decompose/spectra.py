@@ -39,6 +39,9 @@ class GroupSpectrum:
     ) -> list[float | None]:
         """‖(W − u v) G^½‖ / ‖W G^½‖ of each member, over the calibration tokens.
 
+        Where out ≤ in, G is not at hand, and what rounding v adds outside of the rows of W is not
+        seen.
+
         Args:
             weights: [out, in] float64 of each member.
             u: [Σ out, r] and v: [r, in] float64, as they will be stored.
