@@ -51,8 +51,8 @@ def allocate(
 
     ``uniform``: each group keeps the same fraction, rank = int(out · in · keep / (out + in)).
     ``loss``: singular directions in falling order of s² / (out + in), at least one a group, until
-    the budget is spent; a group that reaches break-even stays dense, at out · in, and the excess
-    returns to the pool.
+    the budget is spent; a group stays dense, at out · in, as soon as all that is left of it is
+    worth more a parameter than its next direction, which it is before break-even.
 
     Args:
         groups: of the whole model.
@@ -71,8 +71,7 @@ def allocate(
     steps = [_Steps(group, multiple_of) for group in groups]
     if allocation == "loss":
         assert energies is not None
-        values = [step.values(energy) for step, energy in zip(steps, energies, strict=True)]
-        taken = _fill(steps, [1] * len(groups), values, budget)
+        taken = _spend(steps, energies, budget)
         return [step.rank(count) for step, count in zip(steps, taken, strict=True)]
     shares = [keep * group.parameters / (group.rank_cost * multiple_of) for group in groups]
     taken = [max(1, int(share)) for share in shares]
@@ -84,9 +83,12 @@ def allocate(
         above = [(count > 1, count / share) for count, share in zip(taken, shares, strict=True)]
         taken[above.index(max(above))] -= 1
     if spent() < 0.995 * budget:
-        # Rounding down leaves too much, as in tiny models: on to those that lost the most by it.
-        falling = [share - np.arange(step.count) for step, share in zip(steps, shares, strict=True)]
-        taken = _fill(steps, taken, falling, budget)
+        # Rounding down leaves too much, as in tiny models: a rank more where it took the most.
+        lost = [share - count for share, count in zip(shares, taken, strict=True)]
+        for i in sorted(range(len(groups)), key=lambda i: -lost[i]):
+            more = steps[i].cost(taken[i] + 1) - steps[i].cost(taken[i])
+            if taken[i] < steps[i].last and spent() + more <= budget:
+                taken[i] += 1
     return [step.rank(count) for step, count in zip(steps, taken, strict=True)]
 
 
@@ -148,36 +150,50 @@ class _Steps:
         """Parameters after so many steps."""
         return _cost(self.group, self.rank(taken))
 
-    def values(self, energy: np.ndarray) -> np.ndarray:
-        """What each step brings a parameter; the last, to dense, brings all that is left."""
-        edges = np.arange(self.last + 1) * self.step
-        gains = np.append(
-            np.add.reduceat(energy[: edges[-1]], edges[:-1]) if self.last else [],
-            energy[edges[-1] :].sum(),
-        )
-        costs = [
-            self.cost(taken + 1) - (self.cost(taken) if taken else 0) for taken in range(self.count)
-        ]
-        return gains / np.maximum(costs, 1)
 
+def _spend(steps: Sequence[_Steps], energies: Sequence[np.ndarray], budget: int) -> list[int]:
+    """Takes the step that is worth most a parameter, of any group, until none fits in what is left.
 
-def _fill(
-    steps: Sequence[_Steps], taken: list[int], values: Sequence[np.ndarray], budget: int
-) -> list[int]:
-    """Takes the most valuable next step of any group, until no step fits in what is left."""
-    taken = list(taken)
-    left = budget - sum(step.cost(count) for step, count in zip(steps, taken, strict=True))
-    queue = [(-values[i][count], i) for i, count in enumerate(taken) if count < steps[i].count]
-    heapq.heapify(queue)
+    A group's next step is its next rank, or the jump to dense where that is worth more: it brings
+    all that is left of the group, for less and less as break-even comes near. In falling order of
+    worth these are the vertices of each group's concave envelope, so but for the last steps, which
+    may not fit, no allocation loses less.
+    """
+    tails = [
+        np.append(np.cumsum(energy[::-1])[::-1], 0.0)[: step.last * step.step + 1 : step.step]
+        for step, energy in zip(steps, energies, strict=True)
+    ]
+    taken = [1] * len(steps)
+    left = budget - sum(step.cost(1) for step in steps)
+    jumps = [True] * len(steps)  # whether a jump to dense may still fit
+
+    def push(i: int) -> None:
+        step, count = steps[i], taken[i]
+        if count >= step.count:
+            return
+        price = step.cost(step.count) - step.cost(count)
+        moves = [(tails[i][count] / max(price, 1), step.count)] if jumps[i] else []
+        if count < step.last:
+            gain = tails[i][count] - tails[i][count + 1]
+            moves.append((gain / (step.cost(count + 1) - step.cost(count)), count + 1))
+        if moves:
+            worth, target = max(moves, key=lambda move: (move[0], move[1]))
+            heapq.heappush(queue, (-worth, i, target))
+
+    queue: list[tuple[float, int, int]] = []
+    for i in range(len(steps)):
+        push(i)
     while queue:
-        _, i = heapq.heappop(queue)
-        cost = steps[i].cost(taken[i] + 1) - steps[i].cost(taken[i])
-        if cost > left:
-            continue  # nor will a later step of this group: steps but the last cost the same
-        left -= cost
-        taken[i] += 1
-        if taken[i] < steps[i].count:
-            heapq.heappush(queue, (-values[i][taken[i]], i))
+        _, i, target = heapq.heappop(queue)
+        price = steps[i].cost(target) - steps[i].cost(taken[i])
+        if price <= left:
+            left -= price
+            taken[i] = target
+        elif target == steps[i].count and jumps[i]:
+            jumps[i] = False
+        else:
+            continue  # ranks of a group all cost the same
+        push(i)
     return taken
 
 
