@@ -82,13 +82,19 @@ def allocate(
     while spent() > budget:  # where a single rank is more than the share of a small group
         above = [(count > 1, count / share) for count, share in zip(taken, shares, strict=True)]
         taken[above.index(max(above))] -= 1
-    if spent() < 0.995 * budget:
-        # Rounding down leaves too much, as in tiny models: a rank more where it took the most.
-        lost = [share - count for share, count in zip(shares, taken, strict=True)]
-        for i in sorted(range(len(groups)), key=lambda i: -lost[i]):
-            more = steps[i].cost(taken[i] + 1) - steps[i].cost(taken[i])
-            if taken[i] < steps[i].last and spent() + more <= budget:
-                taken[i] += 1
+    # Rounding down leaves too much in tiny models and with tidy ranks: one more where it took the
+    # most; dense where not even that is enough.
+    for most in ([step.last for step in steps], [step.count for step in steps]):
+        while spent() < 0.995 * budget:
+            room = budget - spent()
+            fitting = [
+                (shares[i] - count, i)
+                for i, count in enumerate(taken)
+                if count < most[i] and steps[i].cost(count + 1) - steps[i].cost(count) <= room
+            ]
+            if not fitting:
+                break
+            taken[max(fitting)[1]] += 1
     return [step.rank(count) for step, count in zip(steps, taken, strict=True)]
 
 
