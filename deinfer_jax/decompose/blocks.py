@@ -20,6 +20,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.cache.chunk import query_block
+from deinfer_jax.cache.layout import LayerLayout
+from deinfer_jax.cache.pool import LayerPool
 from deinfer_jax.checkpoint.parameters import Weights, nested
 from deinfer_jax.checkpoint.source import Checkpoint
 from deinfer_jax.decompose.groups import find_blocks
@@ -83,8 +85,8 @@ class WindowView:
         return jnp.arange(count, dtype=jnp.int32)
 
     def attend(
-        self, pool: None, q: Array, keys: Any, values: Any, *, scale: float, window: int | None
-    ) -> tuple[Array, None]:
+        self, pool: LayerPool, q: Array, keys: Any, values: Any, *, scale: float, window: int | None
+    ) -> tuple[Array, LayerPool]:
         """Causal attention of q [T, N, H] over keys and values [T, K, H]; differentiable."""
         k, v = keys.full, values.full
         count, heads, width = q.shape
@@ -105,9 +107,9 @@ class WindowView:
 
         block = query_block(heads, count)
         if count <= block or count % block:
-            return rows((q, position)), None
+            return rows((q, position)), pool
         split = (q.reshape(-1, block, heads, width), position.reshape(-1, block))
-        return jax.lax.map(rows, split).reshape(q.shape), None
+        return jax.lax.map(rows, split).reshape(q.shape), pool
 
 
 class BlockRunner:
@@ -251,9 +253,10 @@ def _at(tree: Any, path: tuple[Any, ...]) -> Any:
 def _run(graph: Any, weights: Weights, x: Array, zeros: Mapping[str, Array]) -> Any:
     """The layer's output, and what its blocks read."""
     model = nnx.merge(graph, weights)
-    view = WindowView()
+    layout = LayerLayout(kv_heads=1, head_dim=2)  # of no consequence: the view writes nothing
+    nothing = LayerPool(full=None, latent=None, layout=layout)
     with model.strategy.recording(zeros) as inputs:
-        y, _ = model.layers[0](x, model.rotary, None, view)
+        y, _ = model.layers[0](x, model.rotary, nothing, WindowView())
     return y, inputs
 
 

@@ -45,7 +45,7 @@ def moments(W: np.ndarray, X: np.ndarray, grads: np.ndarray | None = None) -> Mo
             return Moments(inputs=X.T @ X / n, input_energy=energy)
         return Moments(outputs=y.T @ y / n, input_energy=energy)
     pulled = grads @ W
-    energies: dict[str, float] = {
+    energies: dict[str, Any] = {
         "input_energy": energy,
         "gradient_energy": float((grads**2).sum() / n / W.shape[0]),
     }
