@@ -25,11 +25,11 @@ WIKITEXT, NOVELS = "wikitext2_valid.txt", "classic_books_calib.txt"
 TESTS = {"wikitext": "wikitext2_test.txt", "novels": "classic_books_valid.txt"}
 PREDICTIONS, WINDOW = 4088, 512
 
-# name: arguments of decompose, calibration texts (None = the model's own), label seeds
+# name: arguments of decompose, calibration texts (None = the model's own, or none for svd), seeds
 CASES: dict[str, tuple[dict[str, Any], list[str] | None, list[int]]] = {
     "svd, uniform, separate": (
         {"method": "svd", "allocation": "uniform", "groups": "separate"},
-        [],
+        None,
         [0],
     ),
     "whitened, uniform, separate": (
@@ -93,9 +93,7 @@ def main() -> int:
                         model,
                         dst,
                         keep=keep,
-                        calibration=None
-                        if calibration is None
-                        else [args.data / text for text in calibration] or None,
+                        calibration=calibration and [args.data / text for text in calibration],
                         seed=seed,
                         dtype="float32",
                         spectra=Path(folder) / "spectra",

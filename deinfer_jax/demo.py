@@ -105,7 +105,7 @@ def decomposed(model: Path, keep: float, folder: Path) -> Path:
         report = deinfer_jax.decompose(
             model, dst, keep=keep, dtype="float32", spectra=folder / "spectra"
         )
-        print("\n".join(["", *report.table().splitlines(), ""]), flush=True)
+        print(f"\n{report}\n", flush=True)
     return dst
 
 
@@ -132,8 +132,6 @@ def main() -> int:
         )
         if good:
             break
-    else:
-        keep = KEEPS[-1]
     # A quarter of a gigabyte or more that only another keep would need.
     shutil.rmtree(folder / "spectra", ignore_errors=True)
     for question, before, after in zip(QUESTIONS, dense.answers, small.answers, strict=True):

@@ -36,7 +36,7 @@ class DeviceSpeed:
     single: float
 
 
-# GPU: an H200, bandwidth and bf16 products as the project measured them, full-precision float32 as
+# GPU: an H200, bandwidth and bf16 products taken as given (see README), full-precision float32 as
 # the vendor states it. CPU: two cores of a server, the order of magnitude is what matters.
 DEVICES = {
     "gpu": DeviceSpeed(bandwidth=4.42e12, half=8.03e14, single=6.7e13),

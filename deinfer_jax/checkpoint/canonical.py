@@ -97,8 +97,6 @@ class CanonicalWriter:
             OSError: it cannot be written. Where the disk is full (``errno.ENOSPC``) the message
                 gives the bytes needed and free; what is finished is kept.
         """
-        from safetensors.numpy import save_file
-
         if not tensors:
             raise ValueError(f"piece {piece!r}: expected tensors, got none")
         for name, array in tensors.items():
@@ -107,11 +105,7 @@ class CanonicalWriter:
                     f"piece {piece!r}, tensor {name}: expected {', '.join(MODEL_DTYPES)}, "
                     f"got {array.dtype.name}"
                 )
-        # safetensors writes the memory as it lies, whatever the strides say.
-        whole = {name: np.require(array, requirements="C") for name, array in tensors.items()}
-        size = sum(array.nbytes for array in whole.values())
-        with self._workspace.finished(self._file(piece, scratch), size) as temporary:
-            save_file(whole, temporary)
+        self._workspace.write_arrays(self._file(piece, scratch), tensors)
 
     def read(self, piece: str, *, scratch: bool = False) -> dict[str, np.ndarray]:
         """The arrays of a finished piece, which the caller owns.

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from deinfer_jax.checkpoint.source import Checkpoint
 from deinfer_jax.layers.parameter import Declaration, Source
 
-__all__ = ["load_parameters", "random_parameters"]
+__all__ = ["Weights", "all_finite", "load_parameters", "nested", "random_parameters"]
 
 Path = tuple[Any, ...]
 Weights = dict[Any, Any]
@@ -120,12 +120,19 @@ def _check_names_and_shapes(checkpoint: Checkpoint, sources: Iterable[Source]) -
         raise ValueError(f"{checkpoint.path}: {shown}{more}")
 
 
-def _check_finite(buffer: np.ndarray, sources: Iterable[Source], checkpoint: Checkpoint) -> None:
+def all_finite(array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite."""
     # One pass without a temporary: a sum of finite numbers is finite unless it overflows, which the
     # second, exact look tells from a bad value.
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(buffer.sum(dtype=np.float32)):
-            return
+        if np.isfinite(array.sum(dtype=np.float32)):
+            return True
+    return bool(np.isfinite(array.astype(np.float32)).all())
+
+
+def _check_finite(buffer: np.ndarray, sources: Iterable[Source], checkpoint: Checkpoint) -> None:
+    if all_finite(buffer):
+        return
     for source in sources:
         rows = buffer[source.start : source.start + source.shape[0]]
         bad = int((~np.isfinite(rows.astype(np.float32))).sum())
@@ -136,7 +143,8 @@ def _check_finite(buffer: np.ndarray, sources: Iterable[Source], checkpoint: Che
             )
 
 
-def nested(flat: dict[Path, jax.Array]) -> dict[Any, Any]:
+def nested(flat: dict[Path, jax.Array]) -> Weights:
+    """A pure dict of arrays, as ``nnx.merge`` takes it, from arrays by path."""
     tree: dict[Any, Any] = {}
     for path, array in flat.items():
         node = tree

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from deinfer_jax.checkpoint.source import UNFINISHED
 
 __all__ = ["Workspace", "sync"]
@@ -91,6 +93,15 @@ class Workspace:
             if number is not None and not isinstance(error, OSError):
                 raise OSError(number, f"{self.path}: {error}") from error
             raise
+
+    def write_arrays(self, file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes a safetensors file."""
+        from safetensors.numpy import save_file
+
+        # safetensors writes the memory as it lies, whatever the strides say.
+        whole = {name: np.require(array, requirements="C") for name, array in arrays.items()}
+        with self.finished(file, sum(array.nbytes for array in whole.values())) as temporary:
+            save_file(whole, temporary)
 
     def write_json(self, file: Path, value: Any) -> None:
         """Writes a JSON file."""

@@ -76,25 +76,26 @@ def allocate(
     shares = [keep * group.parameters / (group.rank_cost * multiple_of) for group in groups]
     taken = [max(1, int(share)) for share in shares]
 
-    def spent() -> int:
-        return sum(step.cost(count) for step, count in zip(steps, taken, strict=True))
-
-    while spent() > budget:  # where a single rank is more than the share of a small group
+    spent = sum(step.cost(count) for step, count in zip(steps, taken, strict=True))
+    while spent > budget:  # where a single rank is more than the share of a small group
         above = [(count > 1, count / share) for count, share in zip(taken, shares, strict=True)]
-        taken[above.index(max(above))] -= 1
+        i = above.index(max(above))
+        spent -= steps[i].price(taken[i] - 1)
+        taken[i] -= 1
     # Rounding down leaves too much in tiny models and with tidy ranks: one more where it took the
     # most; dense where not even that is enough.
     for most in ([step.last for step in steps], [step.count for step in steps]):
-        while spent() < 0.995 * budget:
-            room = budget - spent()
+        while spent < 0.995 * budget:
             fitting = [
                 (shares[i] - count, i)
                 for i, count in enumerate(taken)
-                if count < most[i] and steps[i].cost(count + 1) - steps[i].cost(count) <= room
+                if count < most[i] and steps[i].price(count) <= budget - spent
             ]
             if not fitting:
                 break
-            taken[max(fitting)[1]] += 1
+            i = max(fitting)[1]
+            spent += steps[i].price(taken[i])
+            taken[i] += 1
     return [step.rank(count) for step, count in zip(steps, taken, strict=True)]
 
 
@@ -156,6 +157,10 @@ class _Steps:
         """Parameters after so many steps."""
         return _cost(self.group, self.rank(taken))
 
+    def price(self, taken: int) -> int:
+        """Parameters of the step after so many."""
+        return self.cost(taken + 1) - self.cost(taken)
+
 
 def _spend(steps: Sequence[_Steps], energies: Sequence[np.ndarray], budget: int) -> list[int]:
     """Takes the step that is worth most a parameter, of any group, until none fits in what is left.
@@ -181,7 +186,7 @@ def _spend(steps: Sequence[_Steps], energies: Sequence[np.ndarray], budget: int)
         moves = [(tails[i][count] / max(price, 1), step.count)] if jumps[i] else []
         if count < step.last:
             gain = tails[i][count] - tails[i][count + 1]
-            moves.append((gain / (step.cost(count + 1) - step.cost(count)), count + 1))
+            moves.append((gain / step.price(count), count + 1))
         if moves:
             worth, target = max(moves, key=lambda move: (move[0], move[1]))
             heapq.heappush(queue, (-worth, i, target))

@@ -7,7 +7,6 @@ gradient is that of the output.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -19,12 +18,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from deinfer_jax.cache.chunk import query_block
+from deinfer_jax.cache.chunk import attend_chunk
 from deinfer_jax.cache.layout import LayerLayout
 from deinfer_jax.cache.pool import LayerPool
-from deinfer_jax.checkpoint.parameters import Weights, nested
+from deinfer_jax.checkpoint.parameters import Weights, all_finite, nested
 from deinfer_jax.checkpoint.source import Checkpoint
-from deinfer_jax.decompose.groups import find_blocks
+from deinfer_jax.decompose.groups import find_blocks, of_layer
 from deinfer_jax.layers.parameter import Declaration, Source, declarations
 from deinfer_jax.models import build
 from deinfer_jax.parallel.strategy import Contracting, Expanding, Norm, Strategy
@@ -88,28 +87,12 @@ class WindowView:
         self, pool: LayerPool, q: Array, keys: Any, values: Any, *, scale: float, window: int | None
     ) -> tuple[Array, LayerPool]:
         """Causal attention of q [T, N, H] over keys and values [T, K, H]; differentiable."""
-        k, v = keys.full, values.full
-        count, heads, width = q.shape
-        kv_heads = k.shape[1]
-        position = jnp.arange(count, dtype=jnp.int32)
-
-        @jax.checkpoint  # scores are made again for the gradient, not kept
-        def rows(some: tuple[Array, Array]) -> Array:
-            q, at = some
-            grouped = q.reshape(q.shape[0], kv_heads, heads // kv_heads, width)
-            scores = jnp.einsum("tkgh,ckh->kgtc", grouped, k) * scale
-            seen = position[None, :] <= at[:, None]
-            if window is not None:
-                seen &= position[None, :] > at[:, None] - window
-            scores = jnp.where(seen[None, None], scores, jnp.finfo(scores.dtype).min)
-            out = jnp.einsum("kgtc,ckh->tkgh", jax.nn.softmax(scores, axis=-1), v)
-            return out.reshape(q.shape)
-
-        block = query_block(heads, count)
-        if count <= block or count % block:
-            return rows((q, position)), pool
-        split = (q.reshape(-1, block, heads, width), position.reshape(-1, block))
-        return jax.lax.map(rows, split).reshape(q.shape), pool
+        count = q.shape[0]
+        heads = jnp.stack([keys.full, values.full]).transpose(0, 2, 1, 3)  # [2, K, T, H]
+        # Under checkpoint, scores are made again for the gradient instead of being kept.
+        attend = jax.checkpoint(partial(attend_chunk, scale=scale, window=window))
+        end = jnp.asarray(count, jnp.int32)
+        return attend(q, heads[None], self.positions(count), end), pool  # one page of T tokens
 
 
 class BlockRunner:
@@ -154,13 +137,6 @@ class BlockRunner:
         array = _at(weights, d.path)
         return np.asarray(array[source.start : source.start + source.shape[0]], np.float64)
 
-    def replaced(self, weights: Weights, module: str, w: Float[np.ndarray, "O I"]) -> Weights:
-        """A layer's weights with another weight for ``module``."""
-        d, source = self._place(module)
-        old = _at(weights, d.path)
-        new = old.at[source.start : source.start + source.shape[0]].set(jnp.asarray(w, old.dtype))
-        return jax.tree.map(lambda leaf: new if leaf is old else leaf, weights)
-
     # What runs on the device, a window of T tokens at a time.
 
     def embed(self, weights: Weights, tokens: Tokens) -> Residual:
@@ -170,10 +146,6 @@ class BlockRunner:
     def forward(self, layer: int, weights: Weights, x: Residual) -> Residual:
         """The residual stream behind a layer."""
         return _forward(self._graph(layer), weights, x)
-
-    def input_of(self, layer: int, weights: Weights, x: Residual, block: str) -> Residual:
-        """What a block of the layer reads, [T, in]; nothing behind it is computed."""
-        return _input_of(self._graph(layer), weights, x, of_layer(block, 0))
 
     def head(
         self, weights: Weights, x: Residual, key: jax.Array, samples: int
@@ -224,7 +196,7 @@ class BlockRunner:
         places = {of_layer(s.name, layer): (d, s) for d in declared for s in d.sources}
         arrays = {d.path: np.empty(d.shape, d.dtype) for d in declared}
         for name, tensor in self.checkpoint.tensors(places):
-            if not np.isfinite(tensor.sum(dtype=np.float32)):
+            if not all_finite(tensor):
                 raise ValueError(f"{self.checkpoint.path}: tensor {name} is not finite")
             d, source = places[name]
             arrays[d.path][source.start : source.start + source.shape[0]] = tensor
@@ -237,11 +209,6 @@ class BlockRunner:
                 if source.name == wanted:
                     return d, source
         raise KeyError(module)
-
-
-def of_layer(name: str, layer: int) -> str:
-    """The same module or tensor of another layer; names outside of the layers stay."""
-    return re.sub(r"\.\d+\.", f".{layer}.", name, count=1)
 
 
 def _at(tree: Any, path: tuple[Any, ...]) -> Any:
@@ -290,11 +257,6 @@ def _forward(graph: Any, weights: Weights, x: Array) -> Array:
 @_exact(static_argnums=0)
 def _inputs(graph: Any, weights: Weights, x: Array) -> dict[str, Array]:
     return _run(graph, weights, x, {})[1]
-
-
-@_exact(static_argnums=(0, 3))
-def _input_of(graph: Any, weights: Weights, x: Array, block: str) -> Array:
-    return _run(graph, weights, x, {})[1][block]
 
 
 @_exact(static_argnums=0)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deinfer_jax.checkpoint.factors import v_name
 from deinfer_jax.config import SAME_INPUT, ModelConfig
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "form_groups",
     "is_in_layer",
     "layer_of",
+    "of_layer",
     "short_name",
 ]
 
@@ -97,10 +99,7 @@ class Group:
     @property
     def name(self) -> str:
         """``model.layers.0.self_attn.q_k_v``; of a single module its own name."""
-        if len(self.modules) == 1:
-            return self.modules[0]
-        parent = self.modules[0].rpartition(".")[0]
-        return f"{parent}.{'_'.join(short_name(module) for module in self.modules)}"
+        return v_name(self.modules).removesuffix(".v.weight")
 
 
 def short_name(module: str) -> str:
@@ -119,6 +118,11 @@ def layer_of(module: str) -> int:
     if found is None:
         raise ValueError(f"{module!r} is in no layer")
     return int(found[1])
+
+
+def of_layer(name: str, layer: int) -> str:
+    """The same module or tensor of another layer; names outside of the layers stay."""
+    return _LAYER.sub(f".{layer}.", name, count=1)
 
 
 def find_blocks(config: ModelConfig) -> tuple[Block, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from deinfer_jax.checkpoint.parameters import all_finite
 from deinfer_jax.checkpoint.source import Checkpoint
 from deinfer_jax.decompose.blocks import BlockRunner
 from deinfer_jax.decompose.calibration import Calibration, from_text, self_written
@@ -39,7 +40,7 @@ class Measurement:
     Args:
         checkpoint: dense.
         all_groups: of the whole model.
-        method, groups, calibration, calibration_tokens, seed: of
+        method, calibration, calibration_tokens, seed: of
             :func:`deinfer_jax.decompose`.
         progress: bars.
 
@@ -58,7 +59,6 @@ class Measurement:
         all_groups: Sequence[Group],
         *,
         method: str,
-        groups: str | Sequence[Sequence[str]],
         calibration: PathLike | Sequence[PathLike] | None,
         calibration_tokens: int,
         seed: int,
@@ -135,7 +135,7 @@ class Measurement:
                 names = [f"{module}.weight" for module in group.modules]
                 found = dict(self.checkpoint.tensors(names))
                 for name, weight in found.items():
-                    if not np.isfinite(weight.sum(dtype=np.float64)):
+                    if not all_finite(weight):
                         raise ValueError(f"{self.checkpoint.path}: tensor {name} is not finite")
                 stacked = np.concatenate([found[name].astype(np.float64) for name in names])
                 try:

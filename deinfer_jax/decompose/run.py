@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from deinfer_jax.checkpoint.canonical import CanonicalWriter
+from deinfer_jax.checkpoint.canonical import MODEL_DTYPES, CanonicalWriter
 from deinfer_jax.checkpoint.factors import bias_name, low_rank_of, u_name, v_name
+from deinfer_jax.checkpoint.parameters import all_finite
 from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint, tokenizer_sha256
 from deinfer_jax.config_hf import low_rank_block
 from deinfer_jax.decompose import allocation as allocations
@@ -29,8 +30,6 @@ from deinfer_jax.engine.llm import show_progress
 __all__ = ["decompose"]
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def decompose(
@@ -52,12 +51,16 @@ def decompose(
 ) -> Report:
     """Decomposes all linears of a dense model's layers, W ≈ u v, and writes the canonical form.
 
-    Works a layer at a time. On the device are a layer or two, the embeddings and one window's
-    activations and logits, all float32; on the host, besides, the residual stream of the
-    calibration tokens (4 · tokens · D · (L + 2) bytes for ``fisher``, 8 · tokens · D otherwise) and
-    a layer's moments in float64. On disk, next to ``dst``, the decompositions of full rank take as
-    much as the dense weights in float32 until the end. An interrupted run goes on where it was when
-    it is started again with the same arguments; until it is through, nothing at ``dst`` exists.
+    Works a layer at a time, but for a calibration that the model writes itself: for that it is
+    loaded first, in float32, with a cache for 32 sequences. On the device are a layer or two, the
+    embeddings and one window's activations and logits, all float32; on the host, besides, the
+    residual stream of the calibration tokens (4 · tokens · D · (L + 2) bytes for ``fisher``,
+    8 · tokens · D otherwise) and a layer's moments in float64. On disk, next to ``dst``, are until
+    the end the decompositions of full rank, as large as the dense weights in float32, and a moment
+    of each group, [n, n] float64 with n the smaller of out and in.
+
+    An interrupted run goes on where it was when it is started again with the same arguments; until
+    it is through, nothing at ``dst`` exists.
 
     Args:
         src: a dense checkpoint, as for :func:`deinfer_jax.load`.
@@ -103,7 +106,8 @@ def decompose(
     dst = Path(dst)
     if dst.exists():
         raise FileExistsError(f"{dst}: expected a directory to make, but this exists")
-    if spectra is not None and dst.resolve() in (Path(spectra).resolve(), *_parents(spectra)):
+    folder = None if spectra is None else Path(spectra)
+    if folder is not None and folder.resolve().is_relative_to(dst.resolve()):
         raise ValueError(f"spectra: expected a folder outside of {dst}, got {spectra}")
     keep = float(keep)
     all_groups = form_groups(find_blocks(config), groups)
@@ -113,13 +117,12 @@ def decompose(
         ranks = {name: allocations.whole(f"ranks: {name}", rank) for name, rank in ranks.items()}
         allocations.explicit(all_groups, ranks)
     dtype = config.dtype if dtype is None else dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or None, got {dtype!r}")
+    if dtype not in MODEL_DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(MODEL_DTYPES)} or None, got {dtype!r}")
     measurement = Measurement(
         checkpoint,
         all_groups,
         method=method,
-        groups=groups,
         calibration=calibration,
         calibration_tokens=calibration_tokens,
         seed=seed,
@@ -134,7 +137,7 @@ def decompose(
     }
     with ExitStack() as stack:
         # The given folder first: if it is of something else, nothing else has begun.
-        store = None if spectra is None else SpectrumStore(Path(spectra), measurement.fingerprint)
+        store = None if folder is None else SpectrumStore(folder, measurement.fingerprint)
         stack.callback(lambda: None if store is None else store.close())
         writer = stack.enter_context(CanonicalWriter(dst, measurement.fingerprint | options))
         if store is None:
@@ -160,7 +163,7 @@ def decompose(
             dtype=dtype,
             progress=show_progress(progress),
         )
-        store.close()
+        store.close()  # it may lie in what publishing deletes
         report = Report(
             modules=tuple(modules),
             method=method,
@@ -300,7 +303,7 @@ def _group(
         errors = known.relative_errors(
             weights, stored.astype(np.float64), tensors[v_name(group.modules)].astype(np.float64)
         )
-    size = np.dtype(DTYPES[dtype]).itemsize
+    size = jnp.dtype(dtype).itemsize
     rows = []
     for index, (module, width) in enumerate(zip(group.modules, group.outputs, strict=True)):
         whole = width * group.in_features
@@ -331,14 +334,10 @@ def _group(
 def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """In the dtype of the checkpoint to be; what does not fit it is an error, not an infinity."""
     with np.errstate(over="ignore"):
-        cast = array.astype(DTYPES[dtype])
-    if not np.isfinite(cast.astype(np.float32)).all():
+        cast = array.astype(jnp.dtype(dtype))
+    if not all_finite(cast):
         raise ValueError(f"{name}: not all values are finite in {dtype}")
     return cast
-
-
-def _parents(path: PathLike) -> tuple[Path, ...]:
-    return tuple(Path(path).resolve().parents)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ class SpectrumStore:
                 moment = None if known is None else getattr(known, side)
                 if moment is not None:
                     arrays[f"{name}:{side}"] = moment
-        self._save(self._file(layer), arrays)
+        self._workspace.write_arrays(self._file(layer), arrays)
 
     def read(self, group: Group) -> GroupSpectrum:
         """A group of a finished layer, float64."""
@@ -131,8 +132,6 @@ class SpectrumStore:
 
     def calibration(self) -> tuple[np.ndarray, dict[str, Any]] | None:
         """Token windows and their description as they were kept, or None."""
-        import json
-
         from safetensors.numpy import load_file
 
         tokens, said = self.folder / f"{CALIBRATION}{SUFFIX}", self.folder / f"{CALIBRATION}.json"
@@ -142,7 +141,7 @@ class SpectrumStore:
 
     def keep_calibration(self, tokens: np.ndarray, description: Mapping[str, Any]) -> None:
         """For :meth:`calibration`."""
-        self._save(self.folder / f"{CALIBRATION}{SUFFIX}", {"tokens": tokens})
+        self._workspace.write_arrays(self.folder / f"{CALIBRATION}{SUFFIX}", {"tokens": tokens})
         self._workspace.write_json(self.folder / f"{CALIBRATION}.json", dict(description))
 
     def close(self) -> None:
@@ -151,11 +150,3 @@ class SpectrumStore:
 
     def _file(self, layer: int) -> Path:
         return self.folder / f"layer-{layer}{SUFFIX}"
-
-    def _save(self, file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-        from safetensors.numpy import save_file
-
-        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        size = sum(array.nbytes for array in whole.values())
-        with self._workspace.finished(file, size) as temporary:
-            save_file(whole, temporary)

@@ -11,13 +11,12 @@ import numpy as np
 from jaxtyping import Array, Int32
 from tqdm import tqdm
 
+from deinfer_jax.checkpoint.parameters import Weights
 from deinfer_jax.decompose.blocks import BlockRunner
 from deinfer_jax.decompose.groups import Group
 from deinfer_jax.decompose.methods import Moments
 
 __all__ = ["collect"]
-
-Weights = dict[Any, Any]
 
 
 def collect(
@@ -36,8 +35,8 @@ def collect(
 
     With gradients (labels drawn from the model itself) the model is run forwards once, its residual
     kept in front of every layer, and then backwards a layer at a time; otherwise forwards only. On
-    the device are one layer, the embeddings and one window's activations; on the host, besides, the
-    kept residuals (4 · tokens · D bytes a layer) and the moments of one layer.
+    the device are a layer or two, the embeddings and one window's activations; on the host,
+    besides, the kept residuals (4 · tokens · D bytes a layer) and the moments of one layer.
 
     Args:
         runner: of the dense model.

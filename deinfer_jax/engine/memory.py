@@ -185,16 +185,23 @@ def choose_pages(
                 f"{layout.page_size} tokens), got {cache_bytes}"
             )
         return pages
-    if available is None:
+    room = room_for_cache(
+        config,
+        layout,
+        weights=weights,
+        context=context,
+        available=available,
+        prefill_chunk=prefill_chunk,
+    )
+    if room is None or available is None:
         return min(wanted, max(CPU_CACHE_BYTES // layout.bytes_per_page, least))
-    temporaries = guess_temporaries(config, layout, context, prefill_chunk)
-    room = int(available * GPU_FRACTION) - weights - temporaries
     pages = min(wanted, room // (layout.bytes_per_page + layout.rebuilt_bytes_per_page))
     if pages < least:
         MemoryPlan(
             weights=weights,
             cache=layout.pool_bytes(least),
-            temporaries=temporaries + least * layout.rebuilt_bytes_per_page,
+            temporaries=guess_temporaries(config, layout, context, prefill_chunk)
+            + least * layout.rebuilt_bytes_per_page,
             available=int(available * GPU_FRACTION),
             bytes_per_sequence=layout.bytes_per_page * layout.pages_for(context),
         ).check()

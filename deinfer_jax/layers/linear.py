@@ -188,10 +188,7 @@ class Contract(nnx.Module):
         dtype: jnp.dtype,
     ) -> None:
         piece = low_rank.get(name)
-        if piece is not None and piece.offset:
-            raise ValueError(
-                f"{name}: expected a slice of its own at offset 0, got offset {piece.offset}"
-            )
+        # Nothing else reads its input, so ``LowRank`` has seen to it that the slice is all of v.
 
         def single(tensor: str, *shape: int) -> nnx.Param[Any]:
             return parameter([Source(tensor, 0, shape)], dtype, scale=INIT_SCALE)

@@ -50,6 +50,23 @@ def nothing_that_loads(path: Path) -> None:
         open_checkpoint(path.with_name(f"{path.name}.partial"))
 
 
+def stopped_at_layer_1(
+    monkeypatch: pytest.MonkeyPatch, src: Path, dst: Path, **options: Any
+) -> None:
+    """A run that ends when it is about to write the second layer."""
+    real = CanonicalWriter.write
+
+    def stop(self: Any, piece: str, *arguments: Any, **more: Any) -> None:
+        if piece == "layer-1":
+            raise Stop
+        real(self, piece, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CanonicalWriter, "write", stop)
+        with pytest.raises(Stop):
+            decompose(src, dst, **options)
+
+
 class TestInterrupted:
     """Nothing that loads as a model is left, and the same call goes on from there."""
 
@@ -93,15 +110,7 @@ class TestInterrupted:
         real = CanonicalWriter.write
         written: list[str] = []
 
-        def stop(self: Any, piece: str, *arguments: Any, **more: Any) -> None:
-            if piece == "layer-1":
-                raise Stop
-            real(self, piece, *arguments, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CanonicalWriter, "write", stop)
-            with pytest.raises(Stop):
-                decompose(whole.dense.path, tmp_path / "m", **options)
+        stopped_at_layer_1(monkeypatch, whole.dense.path, tmp_path / "m", **options)
         nothing_that_loads(tmp_path / "m")
 
         def note(self: Any, piece: str, *arguments: Any, **more: Any) -> None:
@@ -156,17 +165,8 @@ class TestInterrupted:
         """Layers that are finished have theirs, so energies that differ a little must not change
         those of the rest."""
         spectra = tmp_path / "spectra"
-        real, energies = CanonicalWriter.write, SpectrumStore.energies
-
-        def stop(self: Any, piece: str, *arguments: Any, **more: Any) -> None:
-            if piece == "layer-1":
-                raise Stop
-            real(self, piece, *arguments, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CanonicalWriter, "write", stop)
-            with pytest.raises(Stop):
-                decompose(gqa.path, tmp_path / "m", method="svd", spectra=spectra)
+        energies = SpectrumStore.energies
+        stopped_at_layer_1(monkeypatch, gqa.path, tmp_path / "m", method="svd", spectra=spectra)
         shutil.rmtree(spectra)
 
         def other(self: Any, group: Any) -> np.ndarray:

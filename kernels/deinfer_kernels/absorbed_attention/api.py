@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int32
 
 from deinfer_kernels.absorbed_attention import reference
+from deinfer_kernels.decode import check_decode
 from deinfer_kernels.dispatch import dispatch
 
 __all__ = ["absorbed_attention"]
@@ -51,7 +52,6 @@ def absorbed_attention(
     Raises:
         ValueError: shapes disagree, or N is not a multiple of K.
     """
-    heads, kv_heads = q.shape[1], keys.shape[2]
     if keys.shape[1] != 1 or keys.shape[4] != q.shape[2]:
         raise ValueError(
             f"absorbed_attention: expected keys [P, 1, K, S, {q.shape[2]}], got {keys.shape}"
@@ -66,18 +66,7 @@ def absorbed_attention(
             f"absorbed_attention: expected columns {offset} to {offset + rank} within the latents' "
             f"{latents.shape[2]}"
         )
-    if heads % kv_heads:
-        raise ValueError(
-            "absorbed_attention: query heads must be a multiple of kv heads, got "
-            f"{heads} and {kv_heads}"
-        )
-    if not q.shape[0] == block_table.shape[0] == lengths.shape[0]:
-        raise ValueError(
-            "absorbed_attention: q, block_table and lengths must agree on the batch, got "
-            f"{q.shape[0]}, {block_table.shape[0]}, {lengths.shape[0]}"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"absorbed_attention: expected window >= 1 or None, got {window}")
+    check_decode("absorbed_attention", q, keys.shape[2], block_table, lengths, window)
     return dispatch(
         "absorbed_attention",
         IMPLEMENTATIONS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int32
 
+from deinfer_kernels.decode import check_decode
 from deinfer_kernels.dispatch import dispatch
 from deinfer_kernels.paged_attention import reference
 
@@ -45,23 +46,11 @@ def paged_attention(
     Raises:
         ValueError: shapes disagree, or N is not a multiple of K.
     """
-    heads, kv_heads = q.shape[1], pool.shape[2]
     if pool.shape[1] != 2 or pool.shape[4] != q.shape[2]:
         raise ValueError(
             f"paged_attention: expected a pool [P, 2, K, S, {q.shape[2]}], got {pool.shape}"
         )
-    if heads % kv_heads:
-        raise ValueError(
-            "paged_attention: query heads must be a multiple of kv heads, got "
-            f"{heads} and {kv_heads}"
-        )
-    if not q.shape[0] == block_table.shape[0] == lengths.shape[0]:
-        raise ValueError(
-            "paged_attention: q, block_table and lengths must agree on the batch, got "
-            f"{q.shape[0]}, {block_table.shape[0]}, {lengths.shape[0]}"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"paged_attention: expected window >= 1 or None, got {window}")
+    check_decode("paged_attention", q, pool.shape[2], block_table, lengths, window)
     return dispatch(
         "paged_attention",
         IMPLEMENTATIONS,
