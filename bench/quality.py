@@ -1,9 +1,10 @@
 """How much of SmolLM2's quality do the methods keep, at equal size?
 
-Decomposes all linears, calibrated on the first 8,192 tokens (16 windows of 512) of WikiText-2's
-validation text, or on 4,096 of it and 4,096 of novels, and measures perplexity over the first 4,088
-predictions (windows of 512, no BOS) of WikiText-2's test text and of other novels. `fisher` draws
-labels, so it runs with three seeds; the median counts. The texts are not part of this repository.
+Decomposes all linears, calibrated on 8,192 tokens in 16 windows of 512: the first of WikiText-2's
+validation text (as figures elsewhere are taken), windows spread over it, windows spread over it and
+over novels, or the model's own text. Measures perplexity over the first 4,088 predictions (windows
+of 512, no BOS) of WikiText-2's test text and of other novels. `fisher` draws labels, so it runs
+with three seeds; the median counts. The texts are not part of this repository.
 
     python -m bench.quality --data FOLDER [--model FILE.gguf] [--keep 0.8 0.6] [--only NAME …]
 """
@@ -17,35 +18,43 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import deinfer_jax
 from bench.common import write
+from deinfer_jax.checkpoint.source import open_checkpoint
 from deinfer_jax.demo import smollm2_path
 
 WIKITEXT, NOVELS = "wikitext2_valid.txt", "classic_books_calib.txt"
 TESTS = {"wikitext": "wikitext2_test.txt", "novels": "classic_books_valid.txt"}
 PREDICTIONS, WINDOW = 4088, 512
 
-# name: arguments of decompose, calibration texts (None = the model's own, or none for svd), seeds
-CASES: dict[str, tuple[dict[str, Any], list[str] | None, list[int]]] = {
-    "svd, uniform, separate": (
-        {"method": "svd", "allocation": "uniform", "groups": "separate"},
-        None,
-        [0],
-    ),
-    "whitened, uniform, separate": (
-        {"method": "whitened", "allocation": "uniform", "groups": "separate"},
-        [WIKITEXT],
-        [0],
-    ),
-    "whitened, uniform, shared": (
-        {"method": "whitened", "allocation": "uniform", "groups": "shared"},
-        [WIKITEXT],
-        [0],
-    ),
-    "fisher, by loss, shared": ({}, [WIKITEXT], [0, 1, 2]),
-    "fisher, by loss, shared, mixed text": ({}, [WIKITEXT, NOVELS], [0, 1, 2]),
-    "fisher, by loss, shared, own text": ({}, None, [0]),
+TOKENS = 8192
+FIRST = "the first tokens of WikiText"  # in the place of a list of texts, over which windows spread
+UNIFORM = {"allocation": "uniform", "groups": "separate"}
+SHARED = {"allocation": "uniform", "groups": "shared"}
+SEEDS = [0, 1, 2]
+
+# name: arguments of decompose, calibration (None = the model's own text, or none for svd), seeds
+CASES: dict[str, tuple[dict[str, Any], list[str] | str | None, list[int]]] = {
+    "svd, uniform, separate": ({"method": "svd", **UNIFORM}, None, [0]),
+    "whitened, uniform, separate": ({"method": "whitened", **UNIFORM}, FIRST, [0]),
+    "whitened, uniform, shared": ({"method": "whitened", **SHARED}, FIRST, [0]),
+    "fisher, uniform, shared": (SHARED, FIRST, [0]),
+    "fisher, by loss, shared": ({}, FIRST, SEEDS),
+    "fisher, by loss, shared, spread": ({}, [WIKITEXT], SEEDS),
+    "fisher, by loss, shared, mixed": ({}, [WIKITEXT, NOVELS], SEEDS),
+    "fisher, by loss, shared, own text": ({}, None, SEEDS),
 }
+
+
+def calibration(case: list[str] | str | None, data: Path, model: Path) -> Any:
+    """What ``decompose`` is given."""
+    if case is None or case != FIRST:
+        return case and [data / text for text in case]
+    text = (data / WIKITEXT).read_text(encoding="utf-8")
+    ids = open_checkpoint(model).tokenizer()(text, add_special_tokens=False, verbose=False)
+    return np.asarray(ids["input_ids"][:TOKENS]).reshape(-1, WINDOW)
 
 
 def evaluate(model: Path, texts: dict[str, str]) -> dict[str, float]:
@@ -79,7 +88,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     result = {"predictions": PREDICTIONS, "window": WINDOW, "dense": dense, "rows": rows}
     for name in args.only or CASES:
-        options, calibration, seeds = CASES[name]
+        options, given, seeds = CASES[name]
         found: dict[float, list[dict[str, Any]]] = {keep: [] for keep in args.keep}
         for seed in seeds[: args.seeds]:
             with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +102,8 @@ def main() -> int:
                         model,
                         dst,
                         keep=keep,
-                        calibration=calibration and [args.data / text for text in calibration],
+                        calibration=calibration(given, args.data, model),
+                        calibration_tokens=TOKENS,
                         seed=seed,
                         dtype="float32",
                         spectra=Path(folder) / "spectra",

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="text files (default: the model writes its own)",
     )
-    decompose.add_argument("--calibration-tokens", type=int, default=8192, metavar="N")
+    decompose.add_argument("--calibration-tokens", type=int, metavar="N", help="8192 if not given")
     decompose.add_argument("--seed", type=int, default=0)
     decompose.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     decompose.add_argument(

@@ -6,7 +6,7 @@ While it is being written, a model ``dst`` is a directory ``dst.partial`` beside
     unfinished.json       the run's fingerprint; marks the directory
     lock                  held by the process that writes
     pieces/*.safetensors  finished parts of the model, each a shard of it later
-    scratch/*             finished arrays and records of the run that are no part of the model
+    records/*.json        what a resumed run needs besides, no part of the model
     writing/              what is not finished; emptied at the start
     shards.json, model/   piece by shard, and the model, while it is being published
 """
@@ -30,15 +30,17 @@ from deinfer_jax.checkpoint.workspace import Workspace, sync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CanonicalWriter"]
+__all__ = ["MODEL_DTYPES", "CanonicalWriter", "partial_of"]
 
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
 SUFFIX = ".safetensors"
+PIECES, RECORDS = "pieces", "records"
 
 
 class CanonicalWriter:
     """A canonical checkpoint in the making. Use it as a context manager: leaving it unpublished
-    keeps what is finished, and the same run started again goes on from there.
+    keeps what is finished, and the same run started again goes on from there; where nothing is
+    finished, nothing is left behind.
 
     Args:
         dst: directory of the model, which must not exist; parents are made.
@@ -58,40 +60,35 @@ class CanonicalWriter:
 
     def __init__(self, dst: str | os.PathLike[str], fingerprint: Mapping[str, Any]) -> None:
         self.dst = Path(dst)
-        if not self.dst.name:
-            raise ValueError(f"expected a path with a name to write a model to, got {str(dst)!r}")
-        self.partial = self.dst.with_name(f"{self.dst.name}.partial")
+        self.partial = partial_of(self.dst)
         self._refuse_existing()
         self._workspace = Workspace(self.partial, fingerprint)
         try:
             self._refuse_existing()  # another process may have finished it in the meantime
             self.resumed = self._workspace.resumed
-            for folder in ("pieces", "scratch"):
+            for folder in (PIECES, RECORDS):
                 (self.partial / folder).mkdir(exist_ok=True)
             self._unpublish()
         except BaseException:
             self.close()
             raise
 
-    def has(self, piece: str, *, scratch: bool = False) -> bool:
+    def has(self, piece: str) -> bool:
         """Whether ``piece`` was finished, in this run or an earlier one."""
-        return self._file(piece, scratch).is_file()
+        return self._file(piece).is_file()
 
-    def pieces(self, *, scratch: bool = False) -> list[str]:
+    def pieces(self) -> list[str]:
         """Finished pieces in natural order: ``layer-2`` comes before ``layer-10``."""
-        files = (self.partial / ("scratch" if scratch else "pieces")).glob(f"*{SUFFIX}")
+        files = (self.partial / PIECES).glob(f"*{SUFFIX}")
         return sorted((file.name.removesuffix(SUFFIX) for file in files), key=_natural)
 
-    def write(
-        self, piece: str, tensors: Mapping[str, np.ndarray], *, scratch: bool = False
-    ) -> None:
+    def write(self, piece: str, tensors: Mapping[str, np.ndarray]) -> None:
         """Writes a piece, whole or not at all; one of that name is replaced.
 
         Args:
             piece: its name, of letters, digits and ``._-``.
             tensors: by canonical name, in the dtype they are to be stored in: float32, float16 or
-                bfloat16; scratch may be of any dtype that safetensors has (float64).
-            scratch: no part of the model, and gone when it is published.
+                bfloat16.
 
         Raises:
             OSError: it cannot be written. Where the disk is full (``errno.ENOSPC``) the message
@@ -100,35 +97,19 @@ class CanonicalWriter:
         if not tensors:
             raise ValueError(f"piece {piece!r}: expected tensors, got none")
         for name, array in tensors.items():
-            if not scratch and array.dtype.name not in MODEL_DTYPES:
+            if array.dtype.name not in MODEL_DTYPES:
                 raise ValueError(
                     f"piece {piece!r}, tensor {name}: expected {', '.join(MODEL_DTYPES)}, "
                     f"got {array.dtype.name}"
                 )
-        self._workspace.write_arrays(self._file(piece, scratch), tensors)
-
-    def read(self, piece: str, *, scratch: bool = False) -> dict[str, np.ndarray]:
-        """The arrays of a finished piece, which the caller owns.
-
-        Raises:
-            FileNotFoundError: it is not there; see :meth:`has`.
-        """
-        from safetensors.numpy import load_file
-
-        if not self.has(piece, scratch=scratch):
-            raise FileNotFoundError(f"{self._file(piece, scratch)}: expected a piece, found none")
-        return load_file(self._file(piece, scratch))
-
-    def remove(self, piece: str, *, scratch: bool = False) -> None:
-        """Deletes a piece if it is there."""
-        self._file(piece, scratch).unlink(missing_ok=True)
+        self._workspace.write_arrays(self._file(piece), tensors)
 
     def has_record(self, name: str) -> bool:
         """Whether a record was written."""
         return self._record(name).is_file()
 
     def write_record(self, name: str, value: Any) -> None:
-        """Writes JSON for a resumed run to read; scratch, gone when the model is published.
+        """Writes JSON for a resumed run to read; gone when the model is published.
 
         Args:
             name: of letters, digits and ``._-``.
@@ -180,7 +161,7 @@ class CanonicalWriter:
         try:
             model.mkdir()
             for shard, piece in shards.items():
-                os.replace(self._file(piece, scratch=False), model / shard)
+                os.replace(self._file(piece), model / shard)
             if len(shards) > 1:
                 write_json(model / f"model{SUFFIX}.index.json", index)
             if generation_config is not None:
@@ -204,7 +185,7 @@ class CanonicalWriter:
         return self.dst
 
     def close(self) -> None:
-        """Lets go of the directory; finished pieces stay."""
+        """Lets go of the directory; what is finished stays."""
         self._workspace.close()
 
     def __enter__(self) -> CanonicalWriter:
@@ -225,18 +206,18 @@ class CanonicalWriter:
                 "or delete it"
             )
 
-    def _file(self, piece: str, scratch: bool) -> Path:
-        return self.partial / ("scratch" if scratch else "pieces") / f"{_checked(piece)}{SUFFIX}"
+    def _file(self, piece: str) -> Path:
+        return self.partial / PIECES / f"{_checked(piece)}{SUFFIX}"
 
     def _record(self, name: str) -> Path:
-        return self.partial / "scratch" / f"{_checked(name)}.json"
+        return self.partial / RECORDS / f"{_checked(name)}.json"
 
     def _index(self, shards: Mapping[str, str]) -> dict[str, Any]:
         """The content of the shards' index."""
         places: dict[str, str] = {}
         size = 0
         for shard, piece in shards.items():
-            entries = read_header(self._file(piece, scratch=False))
+            entries = read_header(self._file(piece))
             twice = sorted(places.keys() & entries.keys())
             if twice:
                 raise ValueError(
@@ -253,9 +234,16 @@ class CanonicalWriter:
         if record.is_file():
             for shard, piece in json.loads(record.read_bytes()).items():
                 if (model / shard).is_file():
-                    os.replace(model / shard, self._file(piece, scratch=False))
+                    os.replace(model / shard, self._file(piece))
         shutil.rmtree(model, ignore_errors=True)
         record.unlink(missing_ok=True)
+
+
+def partial_of(dst: Path) -> Path:
+    """``<dst>.partial``, where a model is while it is being written."""
+    if not dst.name:
+        raise ValueError(f"expected a path with a name to write a model to, got {str(dst)!r}")
+    return dst.with_name(f"{dst.name}.partial")
 
 
 def _shard_names(pieces: list[str]) -> dict[str, str]:

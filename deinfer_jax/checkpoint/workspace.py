@@ -44,10 +44,12 @@ class Workspace:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] | None = self._acquire()
+        self._marked = False  # known to be ours
         try:
             self.resumed = self._check_fingerprint(json.loads(json.dumps(dict(fingerprint))))
             shutil.rmtree(path / WRITING, ignore_errors=True)
             (path / WRITING).mkdir()
+            self._marked = True
         except BaseException:
             self.close()
             raise
@@ -64,6 +66,7 @@ class Workspace:
         try:
             with self.needing(f"{size:,} bytes for {file.name}"):
                 yield temporary
+                temporary.chmod(0o666 & ~_umask())  # safetensors' files are the writer's alone
                 sync(temporary)
                 os.replace(temporary, file)
                 sync(file.parent)
@@ -110,13 +113,21 @@ class Workspace:
             temporary.write_bytes(raw)
 
     def close(self) -> None:
-        """Lets go of the directory; what is finished stays."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Lets go of the directory; what is finished stays. Where nothing is, the directory goes
+        too: its mark would only refuse the same run with its mistake put right."""
+        if self._lock is None:
+            return
+        files = (path for path in self.path.rglob("*") if not path.is_dir())
+        if self._marked and all(path.name in (UNFINISHED, LOCK) for path in files):
+            self.delete()
+        else:
+            self._unlock()
 
     def delete(self) -> None:
         """Deletes the directory, the mark last, so that it is known for what it is until then."""
+        if not self.path.is_dir():  # it went with a directory around it
+            self._unlock()
+            return
         for entry in self.path.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
@@ -126,7 +137,12 @@ class Workspace:
         (self.path / LOCK).unlink()
         with suppress(OSError):  # another process has just opened a lock in it
             self.path.rmdir()
-        self.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _acquire(self) -> IO[str]:
         """The lock, which the system takes back when the process ends, however it does."""
@@ -176,6 +192,13 @@ class Workspace:
                 f"those to go on from there, or delete {self.path} to start anew"
             )
         return True
+
+
+def _umask() -> int:
+    """The process's mask of file modes, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def sync(path: Path) -> None:

@@ -149,13 +149,9 @@ class BlockRunner:
 
     def head(
         self, weights: Weights, x: Residual, key: jax.Array, samples: int
-    ) -> tuple[Float[Array, "S T D"], Float[Array, ""]]:
-        """Gradient of the loss, summed over positions, for labels drawn from the model itself.
-
-        Returns:
-            ∂loss/∂x for each of the ``samples`` label sequences, and the mean entropy of the
-            model's predictions in nats.
-        """
+    ) -> Float[Array, "S T D"]:
+        """∂loss/∂x of each of ``samples`` label sequences drawn from the model itself; the loss is
+        summed over positions."""
         return _head(self._graph(0), weights, x, key, samples)
 
     def record(
@@ -270,17 +266,14 @@ def _gradients(
 
 
 @_exact(static_argnums=(0, 4))
-def _head(
-    graph: Any, weights: Weights, x: Array, key: jax.Array, samples: int
-) -> tuple[Array, Array]:
+def _head(graph: Any, weights: Weights, x: Array, key: jax.Array, samples: int) -> Array:
     model = nnx.merge(graph, weights)
     logits, pull = jax.vjp(model.logits, x)
     p = jax.nn.softmax(logits, axis=-1)
-    entropy = -(p * jax.nn.log_softmax(logits, axis=-1)).sum(axis=-1).mean()
 
     def pulled(key: jax.Array) -> Array:
         labels = jax.random.categorical(key, logits, axis=-1)
         chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
         return pull(p - chosen)[0]
 
-    return jax.lax.map(pulled, jax.random.split(key, samples)), entropy
+    return jax.lax.map(pulled, jax.random.split(key, samples))

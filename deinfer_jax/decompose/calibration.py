@@ -40,16 +40,13 @@ class Calibration:
     description: dict[str, Any]
 
 
-def from_ids(
-    ids: Any, *, vocab_size: int, window: int | None = None, name: str | None = None
-) -> Calibration:
+def from_ids(ids: Any, *, vocab_size: int, max_window: int) -> Calibration:
     """Calibration tokens that are given.
 
     Args:
-        ids: integers [windows, window]; or, with ``window``, [tokens], cut into windows.
+        ids: integers [windows, window].
         vocab_size: W; ids lie below it.
-        window: tokens of a sequence, for flat ids; they must come out even.
-        name: of where they are from, for the description.
+        max_window: tokens that the model's context holds.
 
     Raises:
         ValueError: not integers, another shape, or ids outside the vocabulary.
@@ -57,32 +54,26 @@ def from_ids(
     array = np.asarray(ids)
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"calibration ids: expected integers, got {array.dtype}")
-    if window is not None:
-        if array.ndim != 1 or array.size == 0 or window < 1 or array.size % window:
-            raise ValueError(
-                f"calibration ids: expected [tokens] that windows of {window} divide, got shape "
-                f"{list(array.shape)}"
-            )
-        array = array.reshape(-1, window)
-    if array.ndim != 2 or array.shape[0] < 1 or array.shape[1] < 2:
+    if array.ndim != 2 or array.shape[0] < 1 or not 2 <= array.shape[1] <= max_window:
         raise ValueError(
-            "calibration ids: expected [windows, window] with windows of two tokens or more, got "
-            f"shape {list(array.shape)}"
+            f"calibration ids: expected [windows, window] with windows of 2 to {max_window} "
+            f"tokens, got shape {list(array.shape)}"
         )
     bad = array[(array < 0) | (array >= vocab_size)]
     if bad.size:
         raise ValueError(
             f"calibration ids: expected ids from 0 to {vocab_size - 1}, got {bad[:5].tolist()}"
         )
-    return _calibration(array, {"source": "ids"} | ({"names": [name]} if name else {}))
+    return _calibration(array, {"source": "ids"})
 
 
 def from_text(tokenizer: Any, paths: Sequence[Path], *, tokens: int, window: int) -> Calibration:
-    """The beginnings of one or more texts, an equal number of windows of each.
+    """Windows spread evenly over one or more texts, an equal number of each.
 
-    A text is tokenised as a whole, without special tokens, and its first ids are cut into windows
-    that follow one another. Where the windows cannot be shared out equally, the first texts give
-    one more.
+    A text is tokenised as a whole, without special tokens. Its first window begins it, its last one
+    ends it, and the others lie at equal distances: what a text is about changes along it, and its
+    beginning alone is a worse sample (docs/quality.md). Where the windows cannot be shared out
+    equally, the first texts give one more.
 
     Args:
         tokenizer: of ``transformers``.
@@ -104,13 +95,13 @@ def from_text(tokenizer: Any, paths: Sequence[Path], *, tokens: int, window: int
             f"{tokens} tokens each at least), got {len(paths)}"
         )
     share, more = divmod(windows, len(paths))
+    counts = [share + (index < more) for index in range(len(paths))]
     parts = [
-        _first_ids(tokenizer, Path(path), (share + (index < more)) * window)
-        for index, path in enumerate(paths)
+        _spread(_ids(tokenizer, Path(path), count * window), window, count)
+        for path, count in zip(paths, counts, strict=True)
     ]
     names = [Path(path).name for path in paths]
-    array = np.concatenate(parts).reshape(windows, window)
-    return _calibration(array, {"source": "text", "names": names})
+    return _calibration(np.concatenate(parts), {"source": "text", "names": names})
 
 
 def self_written(
@@ -183,7 +174,8 @@ def _windows(tokens: int, window: int) -> int:
     return tokens // window
 
 
-def _first_ids(tokenizer: Any, path: Path, count: int) -> np.ndarray:
+def _ids(tokenizer: Any, path: Path, count: int) -> np.ndarray:
+    """All of a text's ids, ``count`` at least."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -193,7 +185,13 @@ def _first_ids(tokenizer: Any, path: Path, count: int) -> np.ndarray:
         raise ValueError(
             f"calibration text {path}: expected at least {count} tokens, got {len(ids)}"
         )
-    return np.asarray(ids[:count])
+    return np.asarray(ids)
+
+
+def _spread(ids: np.ndarray, window: int, count: int) -> np.ndarray:
+    """[count, window], from the first id to the last."""
+    starts = np.linspace(0, len(ids) - window, count).astype(np.int64)
+    return np.stack([ids[start : start + window] for start in starts])
 
 
 def _collect(

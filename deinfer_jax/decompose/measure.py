@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -17,21 +16,31 @@ import numpy as np
 from deinfer_jax.checkpoint.parameters import all_finite
 from deinfer_jax.checkpoint.source import Checkpoint
 from deinfer_jax.decompose.blocks import BlockRunner
-from deinfer_jax.decompose.calibration import Calibration, from_text, self_written
+from deinfer_jax.decompose.calibration import Calibration, from_ids, from_text, self_written
 from deinfer_jax.decompose.groups import Group
-from deinfer_jax.decompose.methods import METHODS, Moments, Spectrum, decompose
+from deinfer_jax.decompose.methods import (
+    GRADIENT_DAMPING,
+    INPUT_DAMPING,
+    METHODS,
+    Moments,
+    Spectrum,
+    decompose,
+)
 from deinfer_jax.decompose.spectra import SpectrumStore
 from deinfer_jax.decompose.statistics import collect
 from deinfer_jax.engine.load import load
 
-__all__ = ["Measurement", "PathLike"]
+__all__ = ["CALIBRATION_TOKENS", "CalibrationLike", "Measurement", "PathLike"]
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of what is kept on disk
+VERSION = 2  # of what is kept on disk
 WINDOW = 512  # calibration tokens that see each other
 LABEL_SAMPLES = 1  # label sequences a window
+CALIBRATION_TOKENS = 8192
 PathLike = str | os.PathLike[str]
+# Text files, token ids [windows, window], or None for what the model writes itself.
+CalibrationLike = PathLike | Sequence[PathLike] | np.ndarray | jax.Array | None
 
 
 class Measurement:
@@ -59,8 +68,8 @@ class Measurement:
         all_groups: Sequence[Group],
         *,
         method: str,
-        calibration: PathLike | Sequence[PathLike] | None,
-        calibration_tokens: int,
+        calibration: CalibrationLike,
+        calibration_tokens: int | None,
         seed: int,
         progress: bool,
     ) -> None:
@@ -72,36 +81,63 @@ class Measurement:
         self.method: Any = method
         self.seed, self.progress = seed, progress
         self.seconds: dict[str, float] = {}
-        # A power of two, so that a round number of tokens comes out even.
-        self.window = 2 ** (min(WINDOW, checkpoint.config.max_position).bit_length() - 1)
-        if calibration_tokens < self.window or calibration_tokens % self.window:
-            raise ValueError(
-                f"calibration_tokens: expected a multiple of {self.window}, "
-                f"got {calibration_tokens}"
-            )
-        self.tokens = calibration_tokens
-        self.texts = None if method == "svd" else _paths(calibration)
         with self._timed("hash"):
             self.base_model = {"name": checkpoint.path.name, "sha256": checkpoint.sha256()}
-            hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.texts or ()]
+        # Given calibrations here, so that what is wrong with one is known before anything is
+        # written.
         blind = method == "svd"
+        self._calibrated = None if blind else self._given(calibration, calibration_tokens)
+        source: Any = None
+        if self._calibrated is not None:
+            source = self._calibrated.description["sha256"]
+        elif not blind:
+            source = {"source": "self", "tokens": self.tokens}
         self.fingerprint: dict[str, Any] = {
             "version": VERSION,
             "base_model": self.base_model["sha256"],
             "method": method,
             "groups": [list(group.modules) for group in all_groups],
-            "calibration": None if blind else hashes or "self",
-            "calibration_tokens": None if blind else calibration_tokens,
+            "calibration": source,
             "seed": None if blind else seed,
+            # Constants of the code, so that spectra of another version's are not taken for these.
+            "label_samples": LABEL_SAMPLES if method == "fisher" else None,
+            "damping": [INPUT_DAMPING, GRADIENT_DAMPING] if method == "fisher" else None,
         }
 
-        # Here, so that a text that is too short is known before anything is written.
-        self._calibrated: Calibration | None = None
-        if self.texts is not None:
-            with self._timed("calibration"):
-                self._calibrated = from_text(
-                    checkpoint.tokenizer(), self.texts, tokens=self.tokens, window=self.window
+    def _given(
+        self, calibration: CalibrationLike, calibration_tokens: int | None
+    ) -> Calibration | None:
+        """The calibration, unless the model is to write it; sets how it is cut."""
+        config = self.checkpoint.config
+        if isinstance(calibration, np.ndarray | jax.Array):
+            if calibration_tokens not in (None, calibration.size):
+                raise ValueError(
+                    f"calibration_tokens: expected None or the {calibration.size} token ids that "
+                    f"are given, got {calibration_tokens}"
                 )
+            given = from_ids(
+                calibration, vocab_size=config.vocab_size, max_window=config.max_position
+            )
+            self.tokens, self.window = given.tokens.size, given.tokens.shape[1]
+            return given
+        tokens = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
+        # A power of two, so that a round number of tokens comes out even.
+        window = 2 ** (min(WINDOW, config.max_position).bit_length() - 1)
+        if tokens < window or tokens % window:
+            raise ValueError(f"calibration_tokens: expected a multiple of {window}, got {tokens}")
+        self.tokens, self.window = tokens, window
+        paths = None if calibration is None else _paths(calibration)
+        try:
+            tokenizer = self.checkpoint.tokenizer()
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"calibration: expected token ids [windows, window], since the model has no "
+                f"tokenizer ({error})"
+            ) from error
+        if paths is None:
+            return None
+        with self._timed("calibration"):
+            return from_text(tokenizer, paths, tokens=tokens, window=window)
 
     def take(self, store: SpectrumStore) -> dict[str, Any]:
         """Fills the store with what it lacks; returns the calibration's description."""
@@ -182,9 +218,7 @@ class Measurement:
         self.seconds[step] = time.perf_counter() - started
 
 
-def _paths(calibration: PathLike | Sequence[PathLike] | None) -> list[Path] | None:
-    if calibration is None:
-        return None
+def _paths(calibration: PathLike | Sequence[PathLike]) -> list[Path]:
     single = isinstance(calibration, str | os.PathLike)
     paths = [Path(path) for path in ([calibration] if single else calibration)]
     if not paths:

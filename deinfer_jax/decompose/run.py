@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from deinfer_jax.checkpoint.canonical import MODEL_DTYPES, CanonicalWriter
+from deinfer_jax.checkpoint.canonical import MODEL_DTYPES, CanonicalWriter, partial_of
 from deinfer_jax.checkpoint.factors import bias_name, low_rank_of, u_name, v_name
 from deinfer_jax.checkpoint.parameters import all_finite
 from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint, tokenizer_sha256
 from deinfer_jax.config_hf import low_rank_block
 from deinfer_jax.decompose import allocation as allocations
 from deinfer_jax.decompose.groups import Group, find_blocks, form_groups, is_in_layer, layer_of
-from deinfer_jax.decompose.measure import Measurement, PathLike
+from deinfer_jax.decompose.measure import CalibrationLike, Measurement, PathLike
 from deinfer_jax.decompose.report import ModuleReport, Report
 from deinfer_jax.decompose.spectra import SpectrumStore
 from deinfer_jax.engine.llm import show_progress
@@ -42,8 +42,8 @@ def decompose(
     allocation: str = "loss",
     multiple_of: int = 1,
     groups: str | Sequence[Sequence[str]] = "shared",
-    calibration: PathLike | Sequence[PathLike] | None = None,
-    calibration_tokens: int = 8192,
+    calibration: CalibrationLike = None,
+    calibration_tokens: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
     spectra: PathLike | None = None,
@@ -77,10 +77,12 @@ def decompose(
         multiple_of: ranks are multiples of it.
         groups: projections that share a first factor: ``"shared"`` ({q,k,v} and {gate,up}),
             ``"shared-kv"`` ({k,v} and {gate,up}), ``"separate"``, or short names by group.
-        calibration: a text file, or several, which give equal parts; None = the model writes its
-            own, plain text and chats. Unused by ``svd``.
+        calibration: a text file, or several, which give equal parts, windows spread evenly over
+            each; or token ids [windows, window]; None = the model writes its own, plain text and
+            chats. Unused by ``svd``.
         calibration_tokens: how many, in windows of 512 (of the largest power of two that the
-            model's context holds, where that is less), which must come out even.
+            model's context holds, where that is less), which must come out even; None = 8,192, or
+            as many as the ids that are given.
         seed: of labels and of text that the model writes.
         dtype: of what is written, ``"float32"``, ``"bfloat16"`` or ``"float16"``; None = the
             checkpoint's.
@@ -107,8 +109,10 @@ def decompose(
     if dst.exists():
         raise FileExistsError(f"{dst}: expected a directory to make, but this exists")
     folder = None if spectra is None else Path(spectra)
-    if folder is not None and folder.resolve().is_relative_to(dst.resolve()):
-        raise ValueError(f"spectra: expected a folder outside of {dst}, got {spectra}")
+    if folder is not None:
+        for taken in (dst, partial_of(dst)):
+            if folder.resolve().is_relative_to(taken.resolve()):
+                raise ValueError(f"spectra: expected a folder outside of {taken}, got {spectra}")
     keep = float(keep)
     all_groups = form_groups(find_blocks(config), groups)
     if ranks is None:
@@ -280,16 +284,16 @@ def _group(
     dtype: str,
 ) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """A group's tensors, whose weights and biases are taken out of ``dense``, and its report."""
-    known = store.read(group)
-    names = [f"{module}.weight" for module in group.modules]
-    weights = [dense[name].astype(np.float64) for name in names]
     tensors: dict[str, np.ndarray] = {}
-    note = ""
+    note, tail = "", 0.0
     if rank is None:
-        errors: list[float | None] = [0.0] * len(weights)
+        errors: list[float | None] = [0.0] * len(group.modules)
         asked = wanted.get(group.name, wanted.get(group.modules[0]))
         note = "" if asked is None else f"dense: rank {asked} is above break-even"
     else:
+        known = store.read(group)
+        tail = known.spectrum.tail(rank)
+        weights = [dense[f"{module}.weight"].astype(np.float64) for module in group.modules]
         u, v = known.spectrum.factors(rank)
         tensors[v_name(group.modules)] = _cast(v_name(group.modules), v, dtype)
         ends = np.cumsum(group.outputs)
@@ -310,7 +314,7 @@ def _group(
         stored_here = whole if rank is None else rank * width
         if rank is not None and index == 0:
             stored_here += rank * group.in_features
-        loss = known.spectrum.tail(rank) / 2 if fisher and index == 0 else None
+        loss = tail / 2 if fisher and index == 0 else None
         row = ModuleReport(
             module=module,
             group=group.name,

@@ -75,9 +75,7 @@ def collect(
         key = jax.random.key(seed)
         gys = []
         for index, x in enumerate(fronts.pop()):
-            gy, _ = runner.head(
-                weights, jnp.asarray(x), jax.random.fold_in(key, index), label_samples
-            )
+            gy = runner.head(weights, jnp.asarray(x), jax.random.fold_in(key, index), label_samples)
             gys.append(np.asarray(gy))
         for layer in reversed(layers):
             weights = runner.load_layer(layer)

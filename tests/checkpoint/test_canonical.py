@@ -90,7 +90,7 @@ class TestRoundTrip:
         array = np.arange(12, dtype=np.float32).reshape(3, 4)
         with CanonicalWriter(tmp_path / "m", {}) as writer:
             writer.write("a", {"t": array.T, "s": array[:, ::2]})
-            read = writer.read("a")
+            read = load_file(writer.partial / "pieces" / "a.safetensors")
         np.testing.assert_array_equal(read["t"], array.T)
         np.testing.assert_array_equal(read["s"], array[:, ::2])
 
@@ -113,6 +113,9 @@ class TestRoundTrip:
             writer.write("all", weights)
             writer.publish(config(), generation_config={"eos_token_id": [7, 2]})
         files = {file.name for file in (tmp_path / "m").iterdir()}
+        (tmp_path / "new").touch()  # what the process makes has this mode
+        modes = {file.stat().st_mode for file in (tmp_path / "m").iterdir()}
+        assert modes == {(tmp_path / "new").stat().st_mode}
         assert files == {"model.safetensors", "config.json", "generation_config.json"}
         assert open_checkpoint(tmp_path / "m").config.eos_token_ids == (7, 2)
         assert not (tmp_path / "m.partial").exists()
@@ -134,31 +137,40 @@ class TestRoundTrip:
         assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
 
 
+def begin(dst: Path, fingerprint: dict[str, Any]) -> None:
+    """A run that finishes something, and not all."""
+    with CanonicalWriter(dst, fingerprint) as writer:
+        writer.write_record("ranks", [1])
+
+
 class TestInterrupted:
     def test_the_same_run_goes_on(self, tmp_path: Path, weights) -> None:
         held = pieces(weights)
         with CanonicalWriter(tmp_path / "m", FINGERPRINT) as writer:
             assert not writer.resumed
             writer.write("layer-0", held["layer-0"])
-            writer.write("gram", {"g": np.eye(3) / 3}, scratch=True)
             writer.write_record("ranks", {"q": [1, 2.5]})
         with CanonicalWriter(tmp_path / "m", FINGERPRINT) as writer:
             assert writer.resumed
             assert (writer.has("layer-0"), writer.has("layer-1")) == (True, False)
-            read = writer.read("layer-0")
+            read = load_file(writer.partial / "pieces" / "layer-0.safetensors")
             for name, array in held["layer-0"].items():
                 np.testing.assert_array_equal(read[name], array)
-            np.testing.assert_array_equal(writer.read("gram", scratch=True)["g"], np.eye(3) / 3)
             assert writer.read_record("ranks") == {"q": [1, 2.5]}
-            assert not writer.has("gram") and not writer.has_record("gram")
+            assert not writer.has_record("energies")
 
-    def test_scratch_is_no_part_of_the_model(self, tmp_path: Path, weights) -> None:
+    def test_records_are_no_part_of_the_model(self, tmp_path: Path, weights) -> None:
         with CanonicalWriter(tmp_path / "m", FINGERPRINT) as writer:
-            writer.write("gram", {"g": np.eye(3)}, scratch=True)
             writer.write_record("ranks", [1])
         write_all(tmp_path / "m", weights)
         assert open_checkpoint(tmp_path / "m").shapes().keys() == weights.keys()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+    def test_where_nothing_is_finished_nothing_is_left(self, tmp_path: Path, weights) -> None:
+        with CanonicalWriter(tmp_path / "m", FINGERPRINT):
+            pass
+        assert list(tmp_path.iterdir()) == []
+        write_all(tmp_path / "m", weights)  # FINGERPRINT refuses nothing
 
     def test_what_is_there_is_no_model(self, tmp_path: Path, weights) -> None:
         with CanonicalWriter(tmp_path / "m", FINGERPRINT) as writer:
@@ -221,7 +233,7 @@ writer.publish(json.loads(sys.stdin.read()))
             assert not writer.resumed
 
     def test_left_over_temporary_files_are_removed(self, tmp_path: Path) -> None:
-        CanonicalWriter(tmp_path / "m", FINGERPRINT).close()
+        begin(tmp_path / "m", FINGERPRINT)
         (tmp_path / "m.partial" / "writing" / ".tmp1").write_bytes(b"half")
         with CanonicalWriter(tmp_path / "m", FINGERPRINT) as writer:
             assert list((writer.partial / "writing").iterdir()) == []
@@ -243,7 +255,7 @@ class TestRefused:
             assert writer.has("all")
 
     def test_another_fingerprint_names_the_keys(self, tmp_path: Path) -> None:
-        CanonicalWriter(tmp_path / "m", FINGERPRINT).close()
+        begin(tmp_path / "m", FINGERPRINT)
         other = {"source": "abc", "method": "fisher", "seed": 0, "keep": 0.6}
         with pytest.raises(
             ValueError,
@@ -252,7 +264,7 @@ class TestRefused:
             CanonicalWriter(tmp_path / "m", other)
 
     def test_fingerprints_are_compared_as_json(self, tmp_path: Path) -> None:
-        CanonicalWriter(tmp_path / "m", {"groups": (("q", "k"),)}).close()
+        begin(tmp_path / "m", {"groups": (("q", "k"),)})
         with CanonicalWriter(tmp_path / "m", {"groups": [["q", "k"]]}) as writer:
             assert writer.resumed
 
@@ -273,7 +285,7 @@ except BlockingIOError as error:
         with CanonicalWriter(tmp_path / "m", FINGERPRINT):
             done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert f"m.partial: expected to be alone in it, but process {os.getpid()} " in done.stdout
-        CanonicalWriter(tmp_path / "m", FINGERPRINT).close()
+        begin(tmp_path / "m", FINGERPRINT)
 
     @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
     def test_names_that_are_paths(self, tmp_path: Path, name: str) -> None:
@@ -307,12 +319,6 @@ except BlockingIOError as error:
             with pytest.raises(ValueError, match="m.partial: expected pieces of a model, got none"):
                 writer.publish(config())
 
-    @pytest.mark.parametrize("scratch", [False, True])
-    def test_a_piece_that_is_not_there(self, tmp_path: Path, scratch: bool) -> None:
-        with CanonicalWriter(tmp_path / "m", {}) as writer:
-            with pytest.raises(FileNotFoundError, match="a.safetensors: expected a piece"):
-                writer.read("a", scratch=scratch)
-
 
 class TestFullDisk:
     MESSAGE = r"m\.partial: the disk is full: expected [0-9,]+ bytes for .*, got [0-9,]+ bytes free"
@@ -336,7 +342,6 @@ class TestFullDisk:
                 writer.write("a", {"w": np.ones(1000, np.float32)})
                 large = {"w": np.ones(1 << 20, np.float32)}
                 self.check(writer, lambda: writer.write("b", large))
-                self.check(writer, lambda: writer.write("b", large, scratch=True))
                 self.check(writer, lambda: writer.write_record("r", "x" * (1 << 21)))
                 writer.write("b", {"w": np.zeros(5, np.float32)})
         finally:

@@ -85,3 +85,9 @@ def inputs_of(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
 def weights_of(dense: Any) -> dict[str, np.ndarray]:
     tensors = dense.tensors().items()
     return {name[:-7]: w.astype(np.float64) for name, w in tensors if name.endswith("_proj.weight")}
+
+
+def spread(ids: np.ndarray, tokens: int) -> np.ndarray:
+    """The ids [tokens] that a text of ``ids`` gives: windows at equal distances."""
+    starts = np.linspace(0, len(ids) - WINDOW, tokens // WINDOW).astype(int)
+    return np.concatenate([ids[start : start + WINDOW] for start in starts])

@@ -102,24 +102,30 @@ def save(path: Path, count: int, first: int = 0) -> Path:
 
 
 class TestText:
-    """The first ids of each text, in windows."""
+    """Windows spread over each text."""
 
-    def test_the_beginning_in_windows(self, tmp_path: Path) -> None:
-        path = save(tmp_path / "a.txt", 50)
+    def test_from_the_first_word_to_the_last(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "a.txt", 76)
         found = from_text(make_tokenizer(bos="<start>"), [path], tokens=48, window=16)
         assert found.tokens.dtype == np.int32
-        # No BOS: the first word is w0, id 8.
+        # No BOS: the first word is w0, id 8; windows begin at words 0, 30 and 60.
+        starts = np.array([0, 30, 60])
+        np.testing.assert_array_equal(found.tokens, 8 + starts[:, None] + np.arange(16))
+
+    def test_a_text_that_just_suffices(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "a.txt", 48)
+        found = from_text(make_tokenizer(), [path], tokens=48, window=16)
         np.testing.assert_array_equal(found.tokens, np.arange(8, 56).reshape(3, 16))
 
     def test_two_texts_give_half_each(self, tmp_path: Path) -> None:
         paths = [save(tmp_path / "a.txt", 40), save(tmp_path / "b.txt", 40, first=40)]
         found = from_text(make_tokenizer(), paths, tokens=64, window=16)
-        assert found.tokens[:, 0].tolist() == [8, 24, 48, 64]
+        assert found.tokens[:, 0].tolist() == [8, 32, 48, 72]
 
     def test_the_first_gives_the_odd_window(self, tmp_path: Path) -> None:
         paths = [save(tmp_path / "a.txt", 40), save(tmp_path / "b.txt", 16, first=40)]
         found = from_text(make_tokenizer(), paths, tokens=48, window=16)
-        assert found.tokens[:, 0].tolist() == [8, 24, 48]
+        assert found.tokens[:, 0].tolist() == [8, 32, 48]
 
     def test_description(self, tmp_path: Path) -> None:
         paths = [save(tmp_path / "a.txt", 40), save(tmp_path / "b.txt", 40)]
@@ -178,30 +184,24 @@ class TestIds:
 
     def test_an_array(self) -> None:
         ids = np.arange(12, dtype=np.int64).reshape(3, 4)
-        found = from_ids(ids, vocab_size=12)
+        found = from_ids(ids, vocab_size=12, max_window=4)
         assert found.tokens.dtype == np.int32
         np.testing.assert_array_equal(found.tokens, ids)
-
-    def test_flat_ids_are_cut_into_windows(self) -> None:
-        found = from_ids(list(range(12)), vocab_size=12, window=6, name="ids.npy")
-        np.testing.assert_array_equal(found.tokens, np.arange(12).reshape(2, 6))
-        description = {"source": "ids", "names": ["ids.npy"], "tokens": 12, "window": 6}
-        assert description.items() <= found.description.items()
+        assert {"source": "ids", "tokens": 12, "window": 4}.items() <= found.description.items()
 
     @pytest.mark.parametrize(
-        ("ids", "window", "message"),
+        ("ids", "message"),
         [
-            ([[1.0, 2.0]], None, "expected integers, got float64"),
-            ([1, 2], None, r"\[windows, window\] .* got shape \[2\]"),
-            ([[1], [2]], None, r"two tokens or more, got shape \[2, 1\]"),
-            ([1, 2, 3], 2, r"that windows of 2 divide, got shape \[3\]"),
-            ([[1, 2], [3, 4]], 2, r"expected \[tokens\] .* got shape \[2, 2\]"),
-            ([[1, 7], [-1, 2]], None, r"expected ids from 0 to 6, got \[7, -1\]"),
+            ([[1.0, 2.0]], "expected integers, got float64"),
+            ([1, 2], r"\[windows, window\] .* got shape \[2\]"),
+            ([[1], [2]], r"windows of 2 to 5 tokens, got shape \[2, 1\]"),
+            ([[1, 2, 3, 4, 5, 6]], r"windows of 2 to 5 tokens, got shape \[1, 6\]"),
+            ([[1, 7], [-1, 2]], r"expected ids from 0 to 6, got \[7, -1\]"),
         ],
     )
-    def test_bad_ids(self, ids: Any, window: int | None, message: str) -> None:
+    def test_bad_ids(self, ids: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            from_ids(ids, vocab_size=7, window=window)
+            from_ids(ids, vocab_size=7, max_window=5)
 
 
 class TestSelfWritten:

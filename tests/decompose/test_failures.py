@@ -51,6 +51,14 @@ class TestRefused:
             ({"calibration_tokens": 100}, "calibration_tokens: expected a multiple of 32, got 100"),
             ({"calibration_tokens": 0}, "calibration_tokens: expected a multiple of 32, got 0"),
             ({"calibration": []}, "calibration: expected a text file or several"),
+            (
+                {"calibration": np.zeros((2, 16), int), "calibration_tokens": 64},
+                "calibration_tokens: expected None or the 32 token ids that are given, got 64",
+            ),
+            (
+                {"calibration": np.full((2, 16), 10**6), "calibration_tokens": None},
+                "calibration ids: expected ids from 0 to",
+            ),
             ({"calibration_tokens": 640}, r"text\.txt: expected at least 640 tokens, got 600"),
             ({"ranks": {"lm_head": 4}}, r"ranks: expected module names .* got \['lm_head'\]"),
             ({"ranks": {"model.layers.0.mlp.down_proj": 0}}, "down_proj: expected 1 to 48, got 0"),
@@ -88,8 +96,14 @@ class TestRefused:
         bare.mkdir()
         for name in ("config.json", "model.safetensors"):
             shutil.copy(gqa.path / name, bare)
-        with pytest.raises((ValueError, FileNotFoundError), match="tokenizer"):
-            decompose(bare, tmp_path / "m", calibration=text, calibration_tokens=TOKENS)
+        for calibration in (text, None):
+            with pytest.raises(
+                ValueError, match="expected token ids .* the model has no tokenizer"
+            ):
+                decompose(bare, tmp_path / "m", calibration=calibration, calibration_tokens=TOKENS)
+        assert not (tmp_path / "m.partial").exists()
+        ids = np.arange(64).reshape(2, 32) % 50
+        decompose(bare, tmp_path / "m", method="whitened", calibration=ids)
 
     def test_a_corrected_call_goes_through(self, gqa: Any, text: Path, tmp_path: Path) -> None:
         options: dict[str, Any] = dict(calibration=text, method="whitened")
@@ -97,7 +111,7 @@ class TestRefused:
             decompose(gqa.path, tmp_path / "m", calibration_tokens=640, **options)
         decompose(gqa.path, tmp_path / "m", calibration_tokens=TOKENS, **options)
 
-    @pytest.mark.parametrize("place", ["m", "m/spectra"])
+    @pytest.mark.parametrize("place", ["m", "m/spectra", "m.partial", "m.partial/spectra"])
     def test_spectra_inside_of_the_model(self, gqa: Any, tmp_path: Path, place: str) -> None:
         with pytest.raises(ValueError, match="spectra: expected a folder outside of"):
             decompose(gqa.path, tmp_path / "m", method="svd", spectra=tmp_path / place)
@@ -196,7 +210,7 @@ class TestNotFinite:
 
         source = changed(gqa, tmp_path / "s", **{name.replace(".", "__"): spoil})
         with pytest.raises(ValueError, match=f"{name}.*not.* finite"):
-            decompose(source, tmp_path / "m", method="svd")
+            decompose(source, tmp_path / "m", method="svd", spectra=tmp_path / "spectra")
 
     def test_activations(self, gqa: Any, text: Path, tmp_path: Path) -> None:
         """Weights that are finite, and products of them that are not: gate · up is 1e52."""

@@ -20,6 +20,7 @@ from tests.decompose.reading import (
     factors,
     inputs_of,
     multiplied,
+    spread,
     tensors_of,
     weights_of,
 )
@@ -59,7 +60,7 @@ class TestReport:
         if case.report.method == "svd":
             assert {m.relative_error for m in case.report.modules} == {None}
             return
-        inputs = inputs_of(case.dense.model, token_ids[:TOKENS])
+        inputs = inputs_of(case.dense.model, spread(token_ids, TOKENS))
         for m in case.report.modules:
             X, W = inputs[m.module], weights_of(case.dense)[m.module]
             found = factors(case.path, m.module)
@@ -92,7 +93,7 @@ class TestReport:
         would not be."""
         import torch
 
-        tokens = token_ids[: 16 * WINDOW]
+        tokens = spread(token_ids, 16 * WINDOW)
         rows = torch.from_numpy(tokens.astype(np.int64)).reshape(-1, WINDOW)
 
         def log_p(model: Any) -> Any:
@@ -129,7 +130,7 @@ class TestReport:
     def test_errors_count_the_rounding(self, run_of: RunOf, token_ids: np.ndarray) -> None:
         """The relative error is that of the factors as they are stored."""
         run = run_of("biases", method="whitened", groups="shared-kv", keep=0.7, dtype="bfloat16")
-        inputs = inputs_of(run.dense.model, token_ids[:TOKENS])
+        inputs = inputs_of(run.dense.model, spread(token_ids, TOKENS))
         weights = weights_of(run.dense)
         for m in run.report.modules:
             found = factors(run.path, m.module)
