@@ -4,7 +4,8 @@ Decomposes all linears, calibrated on 8,192 tokens in 16 windows of 512: the fir
 validation text (as figures elsewhere are taken), windows spread over it, windows spread over it and
 over novels, or the model's own text. Measures perplexity over the first 4,088 predictions (windows
 of 512, no BOS) of WikiText-2's test text and of other novels. `fisher` draws labels, so it runs
-with three seeds; the median counts. The texts are not part of this repository.
+with three seeds; the median counts. `--trials` runs what was tried and is not the default, with one
+seed. The texts are not part of this repository.
 
     python -m bench.quality --data FOLDER [--model FILE.gguf] [--keep 0.8 0.6] [--only NAME …]
 """
@@ -12,11 +13,14 @@ with three seeds; the median counts. The texts are not part of this repository.
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -36,15 +40,28 @@ SHARED = {"allocation": "uniform", "groups": "shared"}
 SEEDS = [0, 1, 2]
 
 # name: arguments of decompose, calibration (None = the model's own text, or none for svd), seeds
-CASES: dict[str, tuple[dict[str, Any], list[str] | str | None, list[int]]] = {
+Case = tuple[dict[str, Any], list[str] | str | None, list[int]]
+CASES: dict[str, Case] = {
     "svd, uniform, separate": ({"method": "svd", **UNIFORM}, None, [0]),
     "whitened, uniform, separate": ({"method": "whitened", **UNIFORM}, FIRST, [0]),
     "whitened, uniform, shared": ({"method": "whitened", **SHARED}, FIRST, [0]),
     "fisher, uniform, shared": (SHARED, FIRST, [0]),
     "fisher, by loss, shared": ({}, FIRST, SEEDS),
-    "fisher, by loss, shared, spread": ({}, [WIKITEXT], SEEDS),
+    "fisher, by loss, shared, spread": ({}, [WIKITEXT], [0]),
     "fisher, by loss, shared, mixed": ({}, [WIKITEXT, NOVELS], SEEDS),
-    "fisher, by loss, shared, own text": ({}, None, SEEDS),
+    "fisher, by loss, shared, own text": ({}, None, [0]),
+}
+# What was tried and is not the default: arguments of decompose on mixed text, and constants of its
+# modules. One seed.
+TRIALS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "2 label sequences a window": ({"label_samples": 2}, {}),
+    "4 label sequences a window": ({"label_samples": 4}, {}),
+    "32,768 tokens": ({"calibration_tokens": 4 * TOKENS}, {}),
+    "damping of inputs 1e-2": ({}, {"methods.INPUT_DAMPING": 1e-2}),
+    "damping of gradients 1e-1": ({}, {"methods.GRADIENT_DAMPING": 1e-1}),
+    "damping of gradients 1e-3": ({}, {"methods.GRADIENT_DAMPING": 1e-3}),
+    "{k,v} share, q apart": ({"groups": "shared-kv"}, {}),
+    "nothing shared": ({"groups": "separate"}, {}),
 }
 
 
@@ -74,6 +91,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package)")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.9, 0.8, 0.6])
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE")
+    parser.add_argument("--trials", action="store_true", help="what is not the default, instead")
     parser.add_argument("--seeds", type=int, help="at most so many label seeds")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all")
     parser.add_argument("--name", default="quality")
@@ -87,11 +105,19 @@ def main() -> int:
     print(f"dense: {dense['wikitext']:.2f} / {dense['novels']:.2f} (WikiText / novels)", flush=True)
     rows: list[dict[str, Any]] = []
     result = {"predictions": PREDICTIONS, "window": WINDOW, "dense": dense, "rows": rows}
-    for name in args.only or CASES:
-        options, given, seeds = CASES[name]
+    cases: dict[str, Case] = CASES
+    if args.trials:
+        cases = {name: (options, [WIKITEXT, NOVELS], [0]) for name, (options, _) in TRIALS.items()}
+    for name in args.only or cases:
+        options, given, seeds = cases[name]
+        constants = TRIALS[name][1] if args.trials else {}
         found: dict[float, list[dict[str, Any]]] = {keep: [] for keep in args.keep}
         for seed in seeds[: args.seeds]:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+                for constant, value in constants.items():
+                    module, attribute = constant.split(".")
+                    module = importlib.import_module(f"deinfer_jax.decompose.{module}")
+                    stack.enter_context(mock.patch.object(module, attribute, value))
                 for keep in args.keep:
                     if time.perf_counter() - started > args.limit:
                         print(f"out of time: {name}, keep {keep}, seed {seed} left out", flush=True)
@@ -103,7 +129,6 @@ def main() -> int:
                         dst,
                         keep=keep,
                         calibration=calibration(given, args.data, model),
-                        calibration_tokens=TOKENS,
                         seed=seed,
                         dtype="float32",
                         spectra=Path(folder) / "spectra",

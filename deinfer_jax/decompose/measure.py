@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 VERSION = 2  # of what is kept on disk
 WINDOW = 512  # calibration tokens that see each other
-LABEL_SAMPLES = 1  # label sequences a window
 CALIBRATION_TOKENS = 8192
 PathLike = str | os.PathLike[str]
 # Text files, token ids [windows, window], or None for what the model writes itself.
@@ -49,7 +48,7 @@ class Measurement:
     Args:
         checkpoint: dense.
         all_groups: of the whole model.
-        method, calibration, calibration_tokens, seed: of
+        method, calibration, calibration_tokens, label_samples, seed: of
             :func:`deinfer_jax.decompose`.
         progress: bars.
 
@@ -70,6 +69,7 @@ class Measurement:
         method: str,
         calibration: CalibrationLike,
         calibration_tokens: int | None,
+        label_samples: int,
         seed: int,
         progress: bool,
     ) -> None:
@@ -79,7 +79,9 @@ class Measurement:
             raise ValueError(f"seed: expected an integer from 0 to 2^32 - 1, got {seed!r}")
         self.checkpoint, self.groups = checkpoint, all_groups
         self.method: Any = method
-        self.seed, self.progress = seed, progress
+        if not isinstance(label_samples, int) or label_samples < 1:
+            raise ValueError(f"label_samples: expected a positive integer, got {label_samples!r}")
+        self.seed, self.label_samples, self.progress = seed, label_samples, progress
         self.seconds: dict[str, float] = {}
         with self._timed("hash"):
             self.base_model = {"name": checkpoint.path.name, "sha256": checkpoint.sha256()}
@@ -99,8 +101,8 @@ class Measurement:
             "groups": [list(group.modules) for group in all_groups],
             "calibration": source,
             "seed": None if blind else seed,
+            "label_samples": label_samples if method == "fisher" else None,
             # Constants of the code, so that spectra of another version's are not taken for these.
-            "label_samples": LABEL_SAMPLES if method == "fisher" else None,
             "damping": [INPUT_DAMPING, GRADIENT_DAMPING] if method == "fisher" else None,
         }
 
@@ -157,7 +159,7 @@ class Measurement:
                     self.groups,
                     gradients=self.method == "fisher",
                     seed=self.seed,
-                    label_samples=LABEL_SAMPLES,
+                    label_samples=self.label_samples,
                     have=store.has,
                     take=lambda layer, moments: self._keep(store, layer, moments),
                     progress=self.progress,

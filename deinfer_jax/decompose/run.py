@@ -44,6 +44,7 @@ def decompose(
     groups: str | Sequence[Sequence[str]] = "shared",
     calibration: CalibrationLike = None,
     calibration_tokens: int | None = None,
+    label_samples: int = 1,
     seed: int = 0,
     dtype: str | None = None,
     spectra: PathLike | None = None,
@@ -83,6 +84,8 @@ def decompose(
         calibration_tokens: how many, in windows of 512 (of the largest power of two that the
             model's context holds, where that is less), which must come out even; None = 8,192, or
             as many as the ids that are given.
+        label_samples: of ``fisher``, label sequences drawn for each window of calibration. Each
+            costs a pass backwards; docs/quality.md has what more of them bring.
         seed: of labels and of text that the model writes.
         dtype: of what is written, ``"float32"``, ``"bfloat16"`` or ``"float16"``; None = the
             checkpoint's.
@@ -129,6 +132,7 @@ def decompose(
         method=method,
         calibration=calibration,
         calibration_tokens=calibration_tokens,
+        label_samples=label_samples,
         seed=seed,
         progress=show_progress(progress),
     )
