@@ -86,7 +86,12 @@ def main() -> int:
     results = {}
     for name, source in models.items():
         started = time.perf_counter()
-        with deinfer_jax.load(source, max_context=2048, max_batch=max(args.batches)) as llm:
+        with deinfer_jax.load(
+            source,
+            max_context=2048,
+            max_batch=max(args.batches),
+            prefix_sharing=False,  # the prompts are the same every time
+        ) as llm:
             loading = time.perf_counter() - started
             print(f"{name}: loaded in {loading:.1f} s; {llm.memory_plan().describe()}", flush=True)
             rows = [measure(llm, batch, args.prompt, args.tokens) for batch in args.batches]

@@ -13,12 +13,15 @@ from deinfer_jax.config import Slice as Slice
 from deinfer_jax.decompose.report import ModuleReport as ModuleReport
 from deinfer_jax.decompose.report import Report as Report
 from deinfer_jax.decompose.run import decompose as decompose
-from deinfer_jax.engine.generate import Completion as Completion
-from deinfer_jax.engine.generate import Timing as Timing
+from deinfer_jax.engine.completion import Completion as Completion
+from deinfer_jax.engine.completion import Increment as Increment
+from deinfer_jax.engine.completion import Timing as Timing
+from deinfer_jax.engine.engine import Engine as Engine
 from deinfer_jax.engine.generate import generate as generate
 from deinfer_jax.engine.llm import LLM as LLM
 from deinfer_jax.engine.load import load as load
 from deinfer_jax.engine.memory import OutOfDeviceMemory as OutOfDeviceMemory
+from deinfer_jax.engine.request import TokenLogprob as TokenLogprob
 from deinfer_jax.engine.runner import RecompilationError as RecompilationError
 from deinfer_jax.evaluate.perplexity import Perplexity as Perplexity
 from deinfer_jax.evaluate.perplexity import perplexity as perplexity

@@ -61,7 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--implementation", help="of the kernels (default: the best that applies)"
     )
+    generate.add_argument("--n", type=int, default=1, metavar="N", help="samples of each prompt")
+    generate.add_argument("--stop", nargs="+", default=(), metavar="TEXT", help="ends the text")
     generate.add_argument("--stop-token-ids", type=int, nargs="+", default=(), metavar="ID")
+    generate.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: of each token and the K best"
+    )
+    generate.add_argument(
+        "--stream", action="store_true", help="print the text as it comes (one prompt, one sample)"
+    )
     generate.add_argument(
         "--json", action="store_true", help="one JSON object a prompt, with token ids and times"
     )
@@ -97,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         help="text files (default: the model writes its own)",
     )
     decompose.add_argument("--calibration-tokens", type=int, metavar="N", help="8192 if not given")
+    decompose.add_argument(
+        "--label-samples", type=int, default=1, metavar="N", help="of fisher, a window (1)"
+    )
     decompose.add_argument("--seed", type=int, default=0)
     decompose.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     decompose.add_argument(
@@ -128,6 +139,35 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--predictions", type=int, metavar="N", help="stop after N (default: all)")
     measure.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
 
+    bench = commands.add_parser("bench", help="measurements").add_subparsers(
+        dest="bench", required=True, metavar="BENCH"
+    )
+    serve = _command(
+        bench,
+        "serve",
+        "throughput and latencies of requests that arrive over time",
+        "deinfer bench serve model.gguf --requests 128 --rate 2",
+        _serve,
+    )
+    serve.add_argument("model", help="a Hugging Face directory or a GGUF file")
+    serve.add_argument("--requests", type=int, default=128, metavar="N")
+    serve.add_argument(
+        "--rate", type=float, default=float("inf"), metavar="R", help="a second (default: at once)"
+    )
+    serve.add_argument(
+        "--prompt-tokens", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST")
+    )
+    serve.add_argument(
+        "--new-tokens", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST")
+    )
+    serve.add_argument("--seed", type=int, default=0)
+    serve.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    serve.add_argument("--max-batch", type=int, metavar="B")
+    serve.add_argument("--cache-bytes", type=int, metavar="BYTES")
+    serve.add_argument("--prefill-chunk", type=int, metavar="TOKENS")
+    serve.add_argument("--decode-steps", type=int, metavar="N", help="tokens a dispatch")
+    serve.add_argument("--out", metavar="FILE", help="a JSON file for the result")
+
     _command(
         commands,
         "doctor",
@@ -151,46 +191,87 @@ def _command(
 def _generate(args: argparse.Namespace) -> int:
     import deinfer_jax
 
-    options = {"dtype": args.dtype, "max_batch": args.max_batch}
-    options |= {"max_context": args.max_context, "cache_bytes": args.cache_bytes}
-    options |= {"page_size": args.page_size, "prefill_chunk": args.prefill_chunk}
-    options |= {"decode_steps": args.decode_steps, "implementation": args.implementation}
-    options |= {"kv_cache": args.kv_cache}
+    if args.stream and (len(args.prompts) > 1 or args.n > 1 or args.json):
+        raise ValueError("--stream: expected one prompt, one sample and no --json")
     prompts = args.prompts
     if args.chat:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    with deinfer_jax.load(args.model, **options) as llm:
-        completions = deinfer_jax.generate(
-            llm,
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            seed=args.seed,
-            stop_token_ids=args.stop_token_ids,
-            ignore_eos=args.ignore_eos,
-        )
+    names = "dtype max_batch max_context kv_cache cache_bytes page_size prefill_chunk".split()
+    names += ["decode_steps", "implementation"]
+    sampling: Any = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "seed": args.seed,
+        "n": args.n,
+        "stop": args.stop,
+        "stop_token_ids": args.stop_token_ids,
+        "ignore_eos": args.ignore_eos,
+        "logprobs": args.logprobs,
+    }
+    with deinfer_jax.load(args.model, **{name: getattr(args, name) for name in names}) as llm:
+        if args.stream:
+            error = None
+            for increment in deinfer_jax.generate(llm, prompts, stream=True, **sampling):
+                print(increment.text, end="", flush=True)
+                error = increment.error
+            print()
+            return _say_error(args.prompts[0], error)
+        completions = deinfer_jax.generate(llm, prompts, **sampling)
+    status = 0
     for prompt, completion in zip(args.prompts, completions, strict=True):
-        if args.json:
-            record = {
-                "prompt": prompt,
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "error": completion.error,
-                "ttft_s": completion.timing.ttft_s,
-                "itl_s": completion.timing.itl_s,
-            }
-            print(json.dumps(record))
-        elif args.chat:
-            print(f"> {prompt}\n{completion.text}\n")
-        else:
-            print(f"{prompt}{completion.text}\n")
-        if completion.error:
-            print(f"deinfer generate: {prompt!r}: {completion.error}", file=sys.stderr)
-    return 1 if any(completion.error for completion in completions) else 0
+        for sample in completion.samples or (completion,):
+            if args.json:
+                print(json.dumps({"prompt": prompt, **_record(sample)}))
+            elif args.chat:
+                print(f"> {prompt}\n{sample.text}\n")
+            else:
+                print(f"{prompt}{sample.text}\n")
+            status |= _say_error(prompt, sample.error)
+    return status
+
+
+def _record(sample: Any) -> dict[str, Any]:
+    """A completion as JSON values."""
+    names = ("text", "token_ids", "finish_reason", "error", "logprobs")
+    record = {name: getattr(sample, name) for name in names}
+    if sample.logprobs is None:
+        del record["logprobs"]
+    return record | {"ttft_s": sample.timing.ttft_s, "itl_s": sample.timing.itl_s}
+
+
+def _say_error(prompt: str, error: str | None) -> int:
+    if error is None:
+        return 0
+    print(f"deinfer generate: {prompt!r}: {error}", file=sys.stderr)
+    return 1
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import deinfer_jax
+    from deinfer_jax.evaluate.serving import compare, workload
+    from deinfer_jax.machine import write_result
+
+    names = ("dtype", "max_batch", "cache_bytes", "prefill_chunk", "decode_steps")
+    context = args.prompt_tokens[1] + args.new_tokens[1]
+    options = {name: getattr(args, name) for name in names}
+    with deinfer_jax.load(args.model, max_context=context, **options) as llm:
+        arrivals = workload(
+            llm.config.vocab_size,
+            requests=args.requests,
+            rate=args.rate,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            seed=args.seed,
+        )
+        result = compare(llm, arrivals)
+    if args.out:
+        write_result(Path(args.out), {"model": Path(args.model).name, **result})
+    return 0
 
 
 def _decompose(args: argparse.Namespace) -> int:
@@ -220,6 +301,7 @@ def _decompose(args: argparse.Namespace) -> int:
         groups=groups,
         calibration=args.calibration,
         calibration_tokens=args.calibration_tokens,
+        label_samples=args.label_samples,
         seed=args.seed,
         dtype=args.dtype,
         spectra=args.spectra,

@@ -94,7 +94,7 @@ class TestGenerate:
 
         monkeypatch.setattr(deinfer_jax, "generate", spy)
         options = "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 9 --ignore-eos"
-        options += " --stop-token-ids 7 9"
+        options += " --stop-token-ids 7 9 --n 2 --stop w3 w4 --logprobs 1"
         with pytest.raises(ValueError, match="zip"):  # the spy has no completions to print
             cli._generate(
                 cli._parser().parse_args(
@@ -111,6 +111,9 @@ class TestGenerate:
             seed=9,
             ignore_eos=True,
             stop_token_ids=[7, 9],
+            n=2,
+            stop=["w3", "w4"],
+            logprobs=1,
             max_batch=3,
             max_context=64,
         )
@@ -160,6 +163,7 @@ class TestGenerate:
             text="",
             token_ids=(),
             finish_reason="error",
+            logprobs=None,
             error="the logits are not finite",
             timing=Timing(ttft_s=None, itl_s=None),
         )

@@ -108,6 +108,7 @@ class Buckets:
 
     def programs(self) -> Iterator[Key]:
         """Every program that serving requests can ask for."""
+        yield ("copy", 1, 1)
         for rows in self.chunk:
             least = self.for_chunk(rows, rows)[1]
             for pages in self.chunk_pages:

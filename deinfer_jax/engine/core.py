@@ -2,122 +2,266 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
-import jax
-
+from deinfer_jax.engine.interrupt import uninterrupted
 from deinfer_jax.engine.memory import OutOfDeviceMemory
 from deinfer_jax.engine.programs import IDLE
-from deinfer_jax.engine.request import Request
+from deinfer_jax.engine.request import FinishReason, Request, TokenLogprob
 from deinfer_jax.engine.runner import Runner
-from deinfer_jax.engine.sampler import NOT_A_NUMBER
-from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep, Scheduler
+from deinfer_jax.engine.sampler import NOT_A_NUMBER, Drawn
+from deinfer_jax.engine.scheduler import Scheduler, Step
 
-__all__ = ["Engine"]
+__all__ = ["Core"]
 
-Step = PrefillStep | DecodeStep
-InFlight = deque[tuple[Step, jax.Array]]
+logger = logging.getLogger(__name__)
 
 
-class Engine:
-    """Runs requests to their end.
+class Core:
+    """Runs requests of any number of callers together.
+
+    Callers submit requests and call :meth:`advance` until theirs are finished; whoever calls moves
+    everybody's on. Results are in the requests.
 
     Args:
         runner: dispatches steps to the device.
         scheduler: says which.
         ahead: steps dispatched before the oldest is read back: 1 on a GPU, whose queue then never
             runs dry; 0 on a CPU, where simulated devices deadlock if programs queue up.
+
+    Attributes:
+        lock: held while scheduler, pools and state are in use.
+        closed: whether :meth:`close` was called.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, *, ahead: int) -> None:
         self.runner, self.scheduler, self.ahead = runner, scheduler, ahead
-        self.lock = threading.Lock()  # held while pools and state are in use
+        self.lock = threading.Lock()
+        self.closed = False
+        self._in_flight: deque[tuple[Step, list[Drawn]]] = deque()
+        self._unfinished: dict[Request, None] = {}  # in order of arrival
+        # (request, whether it is to end), from any thread, also while another one holds the lock.
+        self._orders: deque[tuple[Request, bool]] = deque()
+        self._broken = False  # a step has failed, and what is left of it was not cleared away yet
 
-    def run(self, requests: Sequence[Request]) -> None:
-        """Runs the requests to their end; results are in the requests.
-
-        A request whose logits are not numbers, or whose step ran out of device memory, ends with
-        ``finish_reason`` "error"; the others go on. Calls from several threads take turns.
-
-        Args:
-            requests: queued in order.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests in order; safe from any thread.
 
         Raises:
-            ValueError: a request does not fit in the cache; none has run then.
+            ValueError: a request does not fit in the cache; none is queued then.
         """
         for request in requests:
             self.scheduler.check_fits(request)
-        with self.lock:
-            for request in requests:
-                request.times.append(time.perf_counter())
-                self.scheduler.add(request)
-            in_flight: InFlight = deque()
-            try:
-                while self._advance(in_flight):
-                    pass
-            except BaseException:
-                self.scheduler.drop_all()
-                self.runner.reset()
-                raise
-
-    def _advance(self, in_flight: InFlight) -> bool:
-        """Dispatches a step, reads one back, or both; False if there is nothing left to do."""
-        try:
-            step = self.scheduler.schedule()
-            if step is not None:
-                in_flight.append((step, self._dispatch(step)))
-            if not in_flight:
-                return False
-            if step is None or len(in_flight) > self.ahead:
-                self._read(*in_flight.popleft())
-        except OutOfDeviceMemory as error:
-            in_flight.clear()
-            self.runner.reset()  # the failed program took pools and state with it
-            for request in list(self.scheduler.running):
-                self._fail(request, str(error))
-        return True
-
-    def _dispatch(self, step: Step) -> jax.Array:
-        if isinstance(step, PrefillStep):
-            result = self.runner.prefill(step)
-        else:
-            result = self.runner.decode(step)
-        result.copy_to_host_async()
-        return result
-
-    def _read(self, step: Step, result: jax.Array) -> None:
-        tokens = self.runner.read(result)
-        if isinstance(step, PrefillStep):
-            columns = [(step.request, tokens.reshape(1))] if step.last else []
-        else:
-            columns = [(request, tokens[:, j]) for j, request in enumerate(step.requests)]
         now = time.perf_counter()
-        for request, column in columns:
-            for token in column.tolist():
+        for request in requests:
+            request.times.append(now)
+        self._orders.extend((request, False) for request in requests)
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Ends requests at the next step, with ``finish_reason`` "cancelled"; what they have is
+        kept. Safe from any thread; a finished request stays as it is."""
+        self._orders.extend((request, True) for request in list(requests))
+
+    def advance(self, request: Request | None = None) -> None:
+        """Does what was asked for by ``submit`` and ``cancel``, dispatches a step, and reads one
+        back, if there is any. Waits while another thread does. Ctrl-C is held back until the end.
+
+        A request whose logits are not numbers, or whose step ran out of device memory, ends with
+        ``finish_reason`` "error"; the others go on. What else goes wrong in a step is raised, and
+        nothing is lost by it: the next step runs all requests again from the tokens read so far.
+
+        Args:
+            request: do nothing if it is finished when the lock is free.
+
+        Raises:
+            RuntimeError: the model has been closed.
+        """
+        with self.lock, uninterrupted():
+            if request is not None and request.finish_reason is not None:
+                return
+            self._check_open()
+            with self._recovering():
+                self._follow_orders()
+                try:
+                    self._step()
+                except OutOfDeviceMemory as error:
+                    running = list(self.scheduler.running)
+                    self._recover()  # the failed program took pools and state with it
+                    for failed in running:
+                        self._finish(failed, "error", str(error))
+
+    def settle(self) -> None:
+        """Does what was asked for by ``submit`` and ``cancel``, and no step; does nothing while a
+        step runs, be it in this thread (a collected stream ends anywhere)."""
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self.closed:
+                    with uninterrupted(), self._recovering():
+                        self._follow_orders()
+            finally:
+                self.lock.release()
+
+    def close(self) -> None:
+        """Cancels everything, after the step that runs, and frees what is on the device."""
+        with self.lock, uninterrupted():
+            if self.closed:
+                return
+            self.closed = True
+            try:
+                self._follow_orders()
+                for request in list(self._unfinished):
+                    self._finish(request, "cancelled")
+            finally:
+                self._in_flight.clear()
+                self.runner.close()
+
+    @contextmanager
+    def borrowed_pages(self, count: int) -> Iterator[list[int]]:
+        """Pages for a sequence outside of any request, at most all of the cache; nothing else runs
+        meanwhile. Requests that have to give theirs up run again later.
+
+        Raises:
+            RuntimeError: the model has been closed.
+        """
+        with self.lock:
+            self._check_open()
+            with self._recovering():
+                with uninterrupted():
+                    while self._in_flight:
+                        self._read(*self._in_flight.popleft())
+                    pages = self.scheduler.make_room(count)
+                yield pages
+                self.scheduler.allocator.release(pages)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("this LLM has been closed; load it again")
+
+    def _follow_orders(self) -> None:
+        while self._orders:
+            request, end = self._orders[0]  # taken out when it is done
+            if not end and request not in self._unfinished and request.finish_reason is None:
+                self._unfinished[request] = None
+                self.scheduler.add(request)
+            elif end and request in self._unfinished:
+                self._finish(request, "cancelled")
+            self._orders.popleft()
+
+    def _step(self) -> None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._in_flight.append((step, self._dispatch(step)))
+        if self._in_flight and (step is None or len(self._in_flight) > self.ahead):
+            self._read(*self._in_flight.popleft())
+        elif step is None:
+            assert not self.scheduler.waiting, "requests wait, and nothing can be planned"
+
+    def _dispatch(self, step: Step) -> list[Drawn]:
+        results = [self.runner.prefill(prefill) for prefill in step.prefills]
+        if step.decode is not None:
+            results.append(self.runner.decode(step.decode))
+        for drawn in results:
+            drawn.tokens.copy_to_host_async()
+        return results
+
+    def _read(self, step: Step, results: list[Drawn]) -> None:
+        for prefill, drawn in zip(step.prefills, results, strict=False):
+            if prefill.last:
+                self._read_rows([prefill.request], drawn)
+        if step.decode is not None:
+            self._read_rows(step.decode.requests, results[-1])
+
+    def _read_rows(self, requests: Sequence[Request], drawn: Drawn) -> None:
+        tokens = self.runner.read(drawn.tokens).reshape(-1, drawn.tokens.shape[-1])
+        likely: Any = None
+        if any(request.sampling.logprobs is not None for request in requests):
+            parts = (drawn.logprobs, drawn.best, drawn.best_logprobs)
+            likely = [
+                array.reshape(*tokens.shape, *array.shape[drawn.tokens.ndim :])
+                for array in map(self.runner.read, parts)
+            ]
+        now = time.perf_counter()
+        for row, request in enumerate(requests):
+            for step, token in enumerate(tokens[:, row].tolist()):
                 # A request may have ended in a step that was read after this one was dispatched.
-                if request.finish_reason is None and token != IDLE:
+                if request.finish_reason is not None or token == IDLE:
+                    break
+                count = request.sampling.logprobs
+                if count is not None and token != NOT_A_NUMBER:
+                    one, best, best_logprobs = (array[step, row] for array in likely)
+                    pairs = zip(best[:count].tolist(), best_logprobs[:count].tolist(), strict=True)
+                    request.logprobs.append(TokenLogprob(token, float(one), tuple(pairs)))
+                with self._failing_alone(request):
                     self._take(request, token, now)
 
-    def _fail(self, request: Request, error: str) -> None:
-        request.error, request.finish_reason = error, "error"
-        self.scheduler.finish(request)
-
     def _take(self, request: Request, token: int, now: float) -> None:
-        sampling = request.sampling
         if token == NOT_A_NUMBER:
-            position = len(request.prompt) + len(request.generated)
-            self._fail(request, f"the logits of the token at position {position} are not finite")
+            position = len(request.tokens)
+            error = f"the logits of the token at position {position} are not finite"
+            self._finish(request, "error", error)
             return
-        request.generated.append(token)
         request.times.append(now)
-        if token in sampling.eos_token_ids:
-            request.finish_reason = "eos"
-        elif token in sampling.stop_token_ids:
-            request.finish_reason = "stop"
-        elif len(request.generated) == sampling.max_new_tokens:
-            request.finish_reason = "length"
-        if request.finish_reason is not None:
-            self.scheduler.finish(request)
+        self.scheduler.read(request, token)
+        if request.news is not None:
+            request.news.append(request)
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Finishes a request if its tokens say so."""
+        reason = request.end()
+        if reason is not None:
+            self._finish(request, reason)
+
+    @contextmanager
+    def _failing_alone(self, request: Request) -> Iterator[None]:
+        """An error in the block, of a tokenizer, say, is one request's affair."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("a request failed")
+            self._finish(request, "error", f"{type(error).__name__}: {error}")
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        if request.text is not None:
+            # What failed may be the tokenizer, which would fail again.
+            failed = reason in ("error", "cancelled")
+            with suppress(Exception) if failed else nullcontext():
+                request.text.finish()
+            if request.text.found is not None and not failed:
+                reason = "stop"  # it can be complete only now, at the end of broken characters
+        request.error, request.finish_reason = error, reason
+        self.scheduler.remove(request)
+        del self._unfinished[request]
+        if request.news is not None:
+            request.news.append(request)
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Clears away what a block leaves that fails, now or, if that fails too, before the next
+        one."""
+        if self._broken:
+            self._recover()
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """After a step that failed somewhere: what is on the device counts no more."""
+        self._broken = True
+        self._in_flight.clear()
+        self._unfinished = {r: None for r in self._unfinished if r.finish_reason is None}
+        self.scheduler.restart(self._unfinished)
+        for request in list(self._unfinished):
+            with self._failing_alone(request):
+                request.mend()
+                self._end(request)
+        self.runner.reset()
+        self._broken = False

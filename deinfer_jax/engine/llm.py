@@ -6,17 +6,19 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from deinfer_jax.cache.layout import CacheLayout
 from deinfer_jax.config import ModelConfig
-from deinfer_jax.engine.engine import Engine
+from deinfer_jax.engine.core import Core
 from deinfer_jax.engine.memory import MemoryPlan
 from deinfer_jax.engine.runner import Runner
 
 __all__ = ["LLM", "check_token_ids", "show_progress"]
+
+Result = TypeVar("Result")
 
 
 class LLM:
@@ -35,19 +37,18 @@ class LLM:
         config: ModelConfig,
         tokenizer: Any,
         runner: Runner,
-        engine: Engine,
+        core: Core,
         *,
         max_context: int,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
-        self.runner, self.engine = runner, engine
+        self.runner, self.core = runner, core
         self.max_context = max_context
-        self._closed = False
 
     @property
     def max_batch(self) -> int:
         """Sequences that decode together."""
-        return self.engine.scheduler.max_batch
+        return self.core.scheduler.max_batch
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -99,13 +100,13 @@ class LLM:
             ValueError: the sequence is empty or too long, or an id is not in the vocabulary.
         """
         tokens = check_token_ids(token_ids, self.config.vocab_size)
-        return self._in_chunks("logits", tokens, self.runner.logits)
+        return np.concatenate(self._in_chunks("logits", tokens, self.runner.logits))
 
     def score(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Log-probability of each token of a sequence given those before it, the first left out.
 
         Args:
-            token_ids: 2 to ``max_context`` ids.
+            token_ids: 2 to ``max_context`` + 1 ids; the last one is not run.
 
         Returns:
             float32 [T − 1], natural logarithms; NaN where the model's logits are not numbers.
@@ -113,58 +114,66 @@ class LLM:
         Raises:
             ValueError: the sequence is too short or too long, or an id is not in the vocabulary.
         """
+        return self.score_with_greedy(token_ids)[0]
+
+    def score_with_greedy(
+        self, token_ids: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What :meth:`score` gives, and whether greedy decoding would have taken the same token.
+
+        Args:
+            token_ids: as of :meth:`score`.
+
+        Returns:
+            Log-probabilities float32 [T − 1], and bool [T − 1]: whether the token is the most
+            likely one, of equals the one with the lowest id.
+
+        Raises:
+            ValueError: as :meth:`score`.
+        """
         tokens = check_token_ids(token_ids, self.config.vocab_size)
         if len(tokens) < 2:
             raise ValueError("score: expected at least two tokens, got one")
 
-        def chunk(some: list[int], start: int, pages: list[int]) -> np.ndarray:
+        def chunk(some: list[int], start: int, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
             after = start + 1
             return self.runner.score(some, tokens[after : after + len(some)], start, pages)
 
-        return self._in_chunks("score", tokens[:-1], chunk)
+        scores, greedy = zip(*self._in_chunks("score", tokens[:-1], chunk), strict=True)
+        return np.concatenate(scores), np.concatenate(greedy)
 
     def _in_chunks(
         self,
         what: str,
         tokens: list[int],
-        run: Callable[[list[int], int, list[int]], np.ndarray],
-    ) -> np.ndarray:
-        """Runs a sequence through the cache outside of any request, chunk by chunk."""
+        run: Callable[[list[int], int, list[int]], Result],
+    ) -> list[Result]:
+        """Runs a sequence through the cache outside of any request, chunk by chunk; what ``run``
+        gave of each."""
         self.check_open()
         if len(tokens) > self.max_context:
             raise ValueError(
                 f"{what}: expected at most max_context = {self.max_context} tokens, "
                 f"got {len(tokens)}"
             )
-        allocator, layout = self.engine.scheduler.allocator, self.runner.layout
-        step = self.runner.buckets.chunk[-1]
-        with self.engine.lock:
-            if layout.pages_for(len(tokens)) > allocator.num_free:
-                raise ValueError(
-                    f"{what}: the cache holds {allocator.num_free * layout.page_size} tokens, got "
-                    f"{len(tokens)}"
-                )
-            pages = allocator.allocate(layout.pages_for(len(tokens)))
-            try:
-                starts = range(0, len(tokens), step)
-                return np.concatenate(
-                    [run(tokens[start : start + step], start, pages) for start in starts]
-                )
-            except BaseException:
-                self.runner.reset()
-                raise
-            finally:
-                allocator.release(pages)
+        layout, step = self.runner.layout, self.runner.buckets.chunk[-1]
+        if layout.pages_for(len(tokens)) > self.runner.num_pages:
+            raise ValueError(
+                f"{what}: the cache holds {self.runner.num_pages * layout.page_size} tokens, got "
+                f"{len(tokens)}"
+            )
+        with self.core.borrowed_pages(layout.pages_for(len(tokens))) as pages:
+            starts = range(0, len(tokens), step)
+            return [run(tokens[start : start + step], start, pages) for start in starts]
 
     def close(self) -> None:
-        """Frees weights and cache on the device; the object is of no use afterwards."""
-        if not self._closed:
-            self._closed = True
-            self.runner.close()
+        """Frees weights and cache on the device; the object is of no use afterwards. Requests that
+        are not finished end as cancelled."""
+        self.core.close()
 
     def check_open(self) -> None:
         """Raises RuntimeError after :meth:`close`."""
-        if self._closed:
+        if self.core.closed:
             raise RuntimeError("this LLM has been closed; load it again")
 
     def __enter__(self) -> LLM:

@@ -21,7 +21,7 @@ from deinfer_jax.checkpoint.parameters import load_parameters, random_parameters
 from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint
 from deinfer_jax.config import ModelConfig
 from deinfer_jax.engine.buckets import Buckets
-from deinfer_jax.engine.engine import Engine
+from deinfer_jax.engine.core import Core
 from deinfer_jax.engine.llm import LLM, show_progress
 from deinfer_jax.engine.memory import (
     MemoryPlan,
@@ -59,6 +59,7 @@ def load(
     cache_bytes: int | None = None,
     prefill_chunk: int | None = None,
     decode_steps: int | None = None,
+    prefix_sharing: bool = True,
     implementation: str | None = None,
     progress: bool | None = None,
     seed: int = 0,
@@ -86,8 +87,12 @@ def load(
         cache_bytes: size of the cache; None = what ``max_batch`` sequences of ``max_context`` need,
             at most what is free on a GPU, at most 512 MB (or one sequence, if that is more) on a
             CPU.
-        prefill_chunk: most prompt tokens in one program; None = 2048 on a GPU, 512 on a CPU.
+        prefill_chunk: most prompt tokens in one program, and most tokens in a step, prompts and
+            decode together (a quarter is left to prompts in any case); None = 2048 on a GPU, 512
+            on a CPU.
         decode_steps: tokens a sequence decodes per dispatch; None = 8 on a GPU, 1 on a CPU.
+        prefix_sharing: whether requests with equal beginnings share pages of the cache, also with
+            requests that have ended. Shared or not, values are the same up to rounding.
         implementation: of the kernels (decode attention, latents), ``"reference"`` or
             ``"mosaic_gpu"``; None = the best that applies.
         progress: bars for what takes long; None = where stderr is a terminal.
@@ -198,8 +203,9 @@ def load(
         max_batch=batch,
         prefill_chunk=buckets.chunk[-1],
         decode_steps=buckets.decode_steps,
+        share_prefixes=prefix_sharing,
     )
-    engine = Engine(runner, scheduler, ahead=1 if on_gpu else 0)
+    core = Core(runner, scheduler, ahead=1 if on_gpu else 0)
     logger.info(
         "%s on %s, %s, %s cache: %d pages of %d tokens",
         checkpoint.description if checkpoint else "random weights",
@@ -209,7 +215,7 @@ def load(
         pages,
         layout.page_size,
     )
-    return LLM(config, tokenizer, runner, engine, max_context=context)
+    return LLM(config, tokenizer, runner, core, max_context=context)
 
 
 def _tokenizer(checkpoint: Checkpoint | None) -> Any:

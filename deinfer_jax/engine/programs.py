@@ -14,22 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from deinfer_jax.cache.pool import LayerPool
 from deinfer_jax.cache.preparation import Preparation
 from deinfer_jax.cache.view import CacheView, DecodeView, PrefillView
-from deinfer_jax.engine.sampler import (
-    NOT_A_NUMBER,
-    SamplingParams,
-    request_key,
-    sample,
-)
+from deinfer_jax.engine.sampler import NOT_A_NUMBER, Drawn, SamplingParams, draw, request_key
 
 __all__ = [
     "IDLE",
     "BatchState",
+    "Growth",
     "PromptChunk",
+    "copy_page",
     "decode",
     "empty_state",
     "logits",
@@ -88,6 +85,19 @@ class PromptChunk:
     sampling: SamplingParams
 
 
+@struct.dataclass
+class Growth:
+    """Pages that rows have got since the device last heard of them.
+
+    Attributes:
+        first: int32 [b], entry of the block table that the first one takes.
+        pages: int32 [b, g], padded with −1.
+    """
+
+    first: Any
+    pages: Any
+
+
 def empty_state(max_batch: int, max_pages: int) -> BatchState:
     """State of ``max_batch`` idle slots with tables of ``max_pages`` entries."""
 
@@ -105,6 +115,7 @@ def empty_state(max_batch: int, max_pages: int) -> BatchState:
             top_k=zeros(),
             top_p=jnp.ones(max_batch, jnp.float32),
             min_p=zeros(dtype=jnp.float32),
+            wants_logprobs=zeros(dtype=jnp.bool),
         ),
     )
 
@@ -118,7 +129,7 @@ def prefill(
     *,
     pages: int,
     implementation: str | None,
-) -> tuple[list[LayerPool], BatchState, Int32[Array, ""]]:
+) -> tuple[list[LayerPool], BatchState, Drawn]:
     """Runs one chunk of one prompt and draws the token after it (which counts only if the chunk is
     the prompt's last).
 
@@ -130,6 +141,9 @@ def prefill(
         chunk: from the host.
         pages: table entries that the program reads, the bucket M' ≤ M.
         implementation: of the ops that rebuild keys and values.
+
+    Returns:
+        Pools, state, and the token [1].
     """
     model = nnx.merge(graph, weights)
     view = PrefillView(chunk.block_table[:pages], chunk.start, chunk.length, implementation)
@@ -139,8 +153,9 @@ def prefill(
     key = request_key(chunk.key_words)
     end = chunk.start + chunk.length
     one_row = jax.tree.map(lambda scalar: scalar[None], chunk.sampling)
-    token = sample(model.logits(last), key[None], end[None], one_row)[0]
+    drawn = draw(model.logits(last), key[None], end[None], one_row)
 
+    token = drawn.tokens[0]
     broken = token == NOT_A_NUMBER
     row = BatchState(
         tokens=jnp.maximum(token, 0),
@@ -151,7 +166,7 @@ def prefill(
         sampling=chunk.sampling,
     )
     state = jax.tree.map(lambda all_rows, one: all_rows.at[chunk.slot].set(one), state, row)
-    return pools, state, token
+    return pools, state, drawn
 
 
 def decode(
@@ -160,12 +175,13 @@ def decode(
     pools: list[LayerPool],
     state: BatchState,
     slots: Int32[Array, " b"],
+    growth: Growth,
     preparation: Preparation | None,
     *,
     pages: int,
     steps: int,
     implementation: str | None,
-) -> tuple[list[LayerPool], BatchState, Int32[Array, "n b"]]:
+) -> tuple[list[LayerPool], BatchState, Drawn]:
     """Runs ``steps`` tokens of each slot in ``slots``; a row stops at its limit or at logits that
     are not numbers.
 
@@ -175,6 +191,7 @@ def decode(
         pools: donated.
         state: donated; its rows advance.
         slots: int32 [b] slot numbers; entries ≥ B are padding.
+        growth: new pages of those rows.
         preparation: the pages of the rows in ``slots``, up to the last step's, where the layout
             compacts them; else None.
         pages: table entries that the program reads.
@@ -186,21 +203,26 @@ def decode(
         broke.
     """
     max_batch = state.tokens.shape[0]
+    entries = growth.first[:, None] + jnp.arange(growth.pages.shape[1], dtype=jnp.int32)[None]
+    entries = jnp.where(growth.pages >= 0, entries, state.block_tables.shape[1])
+    block_tables = state.block_tables.at[slots[:, None], entries].set(growth.pages, mode="drop")
+    state = replace(state, block_tables=block_tables)
     rows = jax.tree.map(lambda field: field.at[slots].get(mode="clip"), state)
     tables = rows.block_tables[:, :pages]
     model = nnx.merge(graph, weights)
 
-    def step(carry: Any, _: None) -> tuple[Any, Array]:
+    def step(carry: Any, _: None) -> tuple[Any, Drawn]:
         tokens, lengths, limits, pools = carry
         active = (slots < max_batch) & (lengths < limits)
         view: CacheView = DecodeView(tables, lengths, active, preparation, implementation)
         x, pools = model(tokens, pools, view)
-        drawn = sample(model.logits(x), rows.keys, lengths + 1, rows.sampling)
-        broken = active & (drawn == NOT_A_NUMBER)
-        tokens = jnp.where(active & ~broken, drawn, tokens)
+        drawn = draw(model.logits(x), rows.keys, lengths + 1, rows.sampling)
+        broken = active & (drawn.tokens == NOT_A_NUMBER)
+        tokens = jnp.where(active & ~broken, drawn.tokens, tokens)
         lengths = lengths + active.astype(jnp.int32)
         limits = jnp.where(broken, 0, limits)
-        return (tokens, lengths, limits, pools), jnp.where(active, drawn, IDLE)
+        drawn = replace(drawn, tokens=jnp.where(active, drawn.tokens, IDLE))
+        return (tokens, lengths, limits, pools), drawn
 
     carry = (rows.tokens, rows.lengths, rows.limits, pools)
     (tokens, lengths, limits, pools), drawn = jax.lax.scan(step, carry, None, length=steps)
@@ -211,6 +233,13 @@ def decode(
         limits=state.limits.at[slots].set(limits, mode="drop"),
     )
     return pools, state, drawn
+
+
+def copy_page(
+    pools: list[LayerPool], source: Int32[Array, ""], target: Int32[Array, ""]
+) -> list[LayerPool]:
+    """Copies a page of every pool; for a request that begins like another one within a page."""
+    return jax.tree.map(lambda pool: pool.at[target].set(pool[source]), pools)
 
 
 def logits(
@@ -241,11 +270,12 @@ def score(
     block_table: Int32[Array, " M"],
     *,
     implementation: str | None,
-) -> tuple[list[LayerPool], Float[Array, " T"]]:
-    """Log-probability of ``targets[t]`` after ``tokens[: t + 1]``, float32, so that the host gets a
-    number a token and not a vocabulary."""
+) -> tuple[list[LayerPool], Float[Array, " T"], Bool[Array, " T"]]:
+    """Log-probability of ``targets[t]`` after ``tokens[: t + 1]``, float32, and whether it is the
+    most likely word (the first of equals), so that the host gets two numbers a token and not a
+    vocabulary."""
     pools, every = logits(
         graph, weights, pools, tokens, start, length, block_table, implementation=implementation
     )
     wanted = jnp.take_along_axis(every, targets[:, None], axis=1)[:, 0]
-    return pools, wanted - jax.nn.logsumexp(every, axis=1)
+    return pools, wanted - jax.nn.logsumexp(every, axis=1), jnp.argmax(every, axis=1) == targets

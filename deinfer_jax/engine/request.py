@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["FinishReason", "Request", "Sampling", "prompt_hash"]
+from deinfer_jax.engine.text import TextStream
 
-FinishReason = Literal["eos", "stop", "length", "error"]
+__all__ = ["FinishReason", "Request", "Sampling", "TokenLogprob", "prompt_hash"]
+
+FinishReason = Literal["eos", "stop", "length", "error", "cancelled"]
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, before temperature and filters, natural logarithms.
+
+    Attributes:
+        token_id: the token that was chosen.
+        logprob: of it.
+        best: (token id, logprob) of the most likely ones, the first the most likely.
+    """
+
+    token_id: int
+    logprob: float
+    best: tuple[tuple[int, float], ...]
 
 
 def prompt_hash(prompt: Sequence[int]) -> bytes:
@@ -33,6 +50,7 @@ class Sampling:
     sample_index: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
 
 
 @dataclass(eq=False)
@@ -41,22 +59,46 @@ class Request:
 
     Attributes:
         prompt: token ids.
+        text: of the continuation, where it is wanted while tokens come or may end the request.
         generated: tokens read back so far, the final one included.
-        prefilled: prompt tokens dispatched.
-        dispatched: generated tokens dispatched (they may not be read back yet).
+        in_text: how many of them have been added to ``text``.
+        logprobs: of them, where ``sampling`` asks for it.
+        news: where it is put whenever it has got a token or has finished, for who waits for that.
         times: ``time.perf_counter`` of submission and of each token's arrival.
+        tokens: prompt and generated tokens.
+        goal: tokens to run as a prompt before decoding; more than the prompt's after a preemption.
+        prefilled: how many of those are dispatched, or found in shared pages.
+        dispatched: generated tokens dispatched (they may not be read back yet).
+        pages: of its tokens in order, the first ones shared perhaps.
+        copied_page: a page held until the beginning of it is copied.
+        digests: of the full pages of ``tokens``, as far as they were asked for.
+        known_pages: how many of its pages others can find.
+        pages_sent: entries of the block table that the device knows.
     """
 
     prompt: Sequence[int]
     sampling: Sampling
+    text: TextStream | None = None
+    news: deque[Request] | None = None
     generated: list[int] = field(default_factory=list)
+    in_text: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    tokens: list[int] = field(init=False)
+    goal: int = 0
     prefilled: int = 0
     dispatched: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    times: list[float] = field(default_factory=list)
+    copied_page: int | None = None
+    digests: list[bytes] = field(default_factory=list)
+    known_pages: int = 0
+    pages_sent: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
 
     @cached_property
     def key_words(self) -> Any:
@@ -71,3 +113,52 @@ class Request:
     def max_length(self) -> int:
         """Tokens in the cache when the last one is drawn; that one itself is never run."""
         return len(self.prompt) + self.sampling.max_new_tokens - 1
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether tokens are dispatched that were not read back."""
+        return self.dispatched > len(self.generated)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all that has to run as a prompt is dispatched."""
+        return self.goal > 0 and self.prefilled == self.goal
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Pages that it has a reference to."""
+        return self.pages if self.copied_page is None else [*self.pages, self.copied_page]
+
+    def take(self, token: int) -> None:
+        """A token was read back."""
+        self.generated.append(token)
+        self.tokens.append(token)
+
+    def end(self) -> FinishReason | None:
+        """Why the tokens read so far end the request, None if they do not; adds new ones to the
+        text, end tokens excepted."""
+        if not self.generated:
+            return None
+        sampling, last = self.sampling, self.generated[-1]
+        reason: FinishReason | None = None
+        if last in sampling.eos_token_ids:
+            reason = "eos"
+        elif last in sampling.stop_token_ids:
+            reason = "stop"
+        visible = len(self.generated) - (reason is not None)
+        while self.text is not None and self.in_text < visible:
+            self.in_text += 1
+            if self.text.push(self.generated[self.in_text - 1]):
+                return "stop"
+        if reason is None and len(self.generated) >= sampling.max_new_tokens:
+            reason = "length"
+        return reason
+
+    def mend(self) -> None:
+        """Puts right what taking a token in has left, where that failed half-way."""
+        count = len(self.generated)
+        self.tokens[len(self.prompt) :] = self.generated
+        del self.logprobs[count:], self.times[count + 1 :]
+        self.digests.clear()
+        if self.text is not None:
+            self.text, self.in_text = self.text.again(), 0

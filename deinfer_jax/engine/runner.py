@@ -22,9 +22,9 @@ from deinfer_jax.cache.preparation import Preparation, prepare
 from deinfer_jax.engine import programs
 from deinfer_jax.engine.buckets import Buckets, Key, described, fit
 from deinfer_jax.engine.memory import MemoryPlan, available_bytes, explained
-from deinfer_jax.engine.programs import PromptChunk
+from deinfer_jax.engine.programs import Growth, PromptChunk
 from deinfer_jax.engine.request import Request, Sampling
-from deinfer_jax.engine.sampler import SamplingParams
+from deinfer_jax.engine.sampler import Drawn, SamplingParams
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 
 __all__ = ["RecompilationError", "Runner"]
@@ -81,18 +81,22 @@ class Runner:
 
     # What the engine dispatches. Results are device arrays: reading them is the caller's business.
 
-    def prefill(self, step: PrefillStep) -> jax.Array:
-        """Dispatches a prompt chunk; returns the token drawn after it, int32 ()."""
+    def prefill(self, step: PrefillStep) -> Drawn:
+        """Dispatches a prompt chunk; returns the token drawn after it, arrays [1]."""
         request = step.request
+        if step.copy is not None:
+            source, target = (_scalar(page, np.int32) for page in step.copy)
+            self.pools = self._run(_COPY, self.pools, source, target)
         rows, pages = self.buckets.for_chunk(step.length, step.start + step.length)
         chunk = self._prompt_chunk(request, step.start, step.length, rows)
-        self.pools, self.state, token = self._run(
+        self.pools, self.state, drawn = self._run(
             ("prefill", rows, pages), self.weights, self.pools, self.state, chunk
         )
-        return token
+        request.pages_sent = len(request.pages)
+        return drawn
 
-    def decode(self, step: DecodeStep) -> jax.Array:
-        """Dispatches decode steps; returns tokens int32 [steps, b], column j for
+    def decode(self, step: DecodeStep) -> Drawn:
+        """Dispatches decode steps; returns tokens, arrays [steps, b], column j for
         ``step.requests[j]``."""
         rows = fit(len(step.requests), self.buckets.batch)
         pages = fit(self.layout.pages_for(step.context), self.buckets.pages)
@@ -112,27 +116,31 @@ class Runner:
                 sizes=self.buckets.compact(rows, pages),
             )
             key = (*key, len(preparation.copies))
+        growth = self._growth(step.requests, rows)
         self.pools, self.state, drawn = self._run(
-            key, self.weights, self.pools, self.state, slots, preparation
+            key, self.weights, self.pools, self.state, slots, growth, preparation
         )
         return drawn
 
     def logits(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> np.ndarray:
         """Logits float32 [len(tokens), W] of a chunk at ``start`` whose sequence owns ``pages``."""
-        return self._read_chunk("logits", [tokens], start, pages)
+        (logits,) = self._read_chunk("logits", [tokens], start, pages)
+        return logits
 
     def score(
         self, tokens: Sequence[int], targets: Sequence[int], start: int, pages: Sequence[int]
-    ) -> np.ndarray:
-        """Log-probabilities float32 [len(tokens)] of the token after each one of a chunk."""
-        return self._read_chunk("score", [tokens, targets], start, pages)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of the token after each one of a chunk: log-probabilities float32 [len(tokens)], and
+        whether it is the most likely one, bool [len(tokens)]."""
+        scores, greedy = self._read_chunk("score", [tokens, targets], start, pages)
+        return scores, greedy
 
     def _read_chunk(
         self, kind: str, ids: Sequence[Sequence[int]], start: int, pages: Sequence[int]
-    ) -> np.ndarray:
+    ) -> list[np.ndarray]:
         count = len(ids[0])
         rows, bucket = self.buckets.for_chunk(count, start + count)
-        self.pools, result = self._run(
+        self.pools, *results = self._run(
             (kind, rows, bucket),
             self.weights,
             self.pools,
@@ -141,9 +149,9 @@ class Runner:
             _scalar(count, np.int32),
             self._table(pages, bucket),
         )
-        return self.read(result)[:count]
+        return [self.read(result)[:count] for result in results]
 
-    def read(self, result: jax.Array) -> np.ndarray:
+    def read(self, result: Any) -> np.ndarray:
         """Waits for a program's result; a program that ran out of memory says so here."""
         with explained(self.memory_plan):
             return np.asarray(result)
@@ -194,7 +202,7 @@ class Runner:
     def executable(self, key: Key) -> jax.stages.Compiled:
         """The compiled program for a key; compiles it now if there is none and the guard allows."""
         if key not in self._executables:
-            if self._sealed and self.guard and key[0] in ("prefill", "decode"):
+            if self._sealed and self.guard and key[0] in ("copy", "prefill", "decode"):
                 raise RecompilationError(
                     f"program {described(key)} was not compiled by the warm-up; set "
                     "llm.recompilation_guard = False to allow it"
@@ -237,7 +245,10 @@ class Runner:
                 implementation=self.implementation,
             )
             preparation = _no_pages(rows, pages, key[3]) if len(key) > 3 else None
-            return function, (self.weights, self.pools, self.state, tokens, preparation)
+            growth = self._growth([], rows)
+            return function, (self.weights, self.pools, self.state, tokens, growth, preparation)
+        if kind == "copy":
+            return programs.copy_page, (self.pools, scalar, scalar)
         assert kind in ("logits", "score")
         program = programs.logits if kind == "logits" else programs.score
         function = partial(program, self.graph, implementation=self.implementation)
@@ -264,7 +275,7 @@ class Runner:
     def _prompt_chunk(self, request: Request, start: int, length: int, rows: int) -> PromptChunk:
         sampling = request.sampling
         return PromptChunk(
-            tokens=_padded(request.prompt[start : start + length], rows),
+            tokens=_padded(request.tokens[start : start + length], rows),
             start=_scalar(start, np.int32),
             length=_scalar(length, np.int32),
             slot=_scalar(request.slot, np.int32),
@@ -276,8 +287,20 @@ class Runner:
                 top_k=_scalar(sampling.top_k, np.int32),
                 top_p=_scalar(sampling.top_p, np.float32),
                 min_p=_scalar(sampling.min_p, np.float32),
+                wants_logprobs=_scalar(sampling.logprobs is not None, np.bool),
             ),
         )
+
+    def _growth(self, requests: Sequence[Request], rows: int) -> Growth:
+        """What the rows' block tables have got since they were last sent."""
+        most = self.layout.pages_for(self.buckets.decode_steps)
+        first, pages = np.zeros(rows, np.int32), np.full((rows, most), -1, np.int32)
+        for row, request in enumerate(requests):
+            new = request.pages[request.pages_sent :]
+            if new:
+                first[row], pages[row, : len(new)] = request.pages_sent, new
+                request.pages_sent += len(new)
+        return Growth(first, pages)
 
     def _table(self, pages: Sequence[int], length: int) -> Any:
         table = np.zeros(length, np.int32)
@@ -287,8 +310,9 @@ class Runner:
 
 
 # Positions of pools and state among a program's arguments (the graph is bound already).
-_DONATED = {"prefill": (1, 2), "decode": (1, 2), "logits": (1,), "score": (1,)}
+_DONATED = {"copy": (0,), "prefill": (1, 2), "decode": (1, 2), "logits": (1,), "score": (1,)}
 _ANY_SAMPLING = Sampling(max_new_tokens=1)
+_COPY: Key = ("copy", 1, 1)
 
 
 def _no_pages(rows: int, entries: int, size: int) -> Preparation:

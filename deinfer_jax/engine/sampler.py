@@ -16,8 +16,11 @@ from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 __all__ = [
+    "MOST_LOGPROBS",
     "NOT_A_NUMBER",
+    "Drawn",
     "SamplingParams",
+    "draw",
     "filter_words",
     "gumbel_noise",
     "request_key",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 NOT_A_NUMBER = -1  # what `sample` returns for a row whose logits are not numbers
+MOST_LOGPROBS = 20  # alternatives reported of a token
 
 
 @struct.dataclass
@@ -42,6 +46,24 @@ class SamplingParams:
     top_k: Any  # int32
     top_p: Any  # float32
     min_p: Any  # float32
+    wants_logprobs: Any  # bool
+
+
+@struct.dataclass
+class Drawn:
+    """Tokens and how likely they were; arrays [B], or [n, B] of n steps.
+
+    Attributes:
+        tokens: int32.
+        logprobs: float32, of the tokens, before temperature and filters; 0 where not asked for.
+        best: int32 [B, K], the most likely words.
+        best_logprobs: float32 [B, K], falling.
+    """
+
+    tokens: Any
+    logprobs: Any
+    best: Any
+    best_logprobs: Any
 
 
 def request_key(words: UInt32[Array, " 5"]) -> UInt32[Array, " 2"]:
@@ -105,6 +127,32 @@ def filter_words(tempered: Float[Array, "B W"], params: SamplingParams) -> Bool[
     return keep & (
         mass >= params.min_p[:, None]
     )  # mass is relative to the most likely word already
+
+
+def draw(
+    logits: Float[Array, "B W"],
+    keys: UInt32[Array, "B 2"],
+    positions: Int32[Array, " B"],
+    params: SamplingParams,
+) -> Drawn:
+    """``sample``, and log-probabilities if any row wants them: of the word drawn and of the
+    ``MOST_LOGPROBS`` most likely ones (of all words, if there are fewer)."""
+    words = sample(logits, keys, positions, params)
+    count = min(MOST_LOGPROBS, logits.shape[1])
+
+    def compare(logits: Array) -> tuple[Array, Array, Array]:
+        whole = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        best_logits, best = jax.lax.top_k(logits, count)
+        chosen = jnp.take_along_axis(logits, jnp.maximum(words, 0)[:, None], axis=1)
+        return (chosen - whole)[:, 0], best, best_logits - whole
+
+    def nothing(logits: Array) -> tuple[Array, Array, Array]:
+        rows = logits.shape[0]
+        none = jnp.zeros((rows, count), jnp.float32)
+        return jnp.zeros(rows, jnp.float32), none.astype(jnp.int32), none
+
+    found = jax.lax.cond(jnp.any(params.wants_logprobs), compare, nothing, logits)
+    return Drawn(words, *found)
 
 
 def sample(

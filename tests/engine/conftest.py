@@ -49,16 +49,19 @@ def llm():
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost(request: pytest.FixtureRequest):
-    """Whatever a test did, the shared model has all pages and slots afterwards."""
+    """Whatever a test did, the shared model has all pages and slots afterwards; what the pages hold
+    is not to be found by the next test."""
     yield
     if "llm" in request.fixturenames:
-        check_idle(request.getfixturevalue("llm"))
+        llm = request.getfixturevalue("llm")
+        check_idle(llm)
+        llm.core.scheduler.restart([])
 
 
 @pytest.fixture
 def ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the shared model as on a GPU: a step is dispatched before the last one is read."""
-    monkeypatch.setattr(llm.engine, "ahead", 1)
+    monkeypatch.setattr(llm.core, "ahead", 1)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def load(**options: Any) -> LLM:
 
 
 def check_idle(llm: LLM) -> None:
-    scheduler = llm.engine.scheduler
+    scheduler = llm.core.scheduler
     scheduler.check_integrity()
     assert not scheduler.running and not scheduler.waiting
     assert scheduler.allocator.num_free == scheduler.allocator.num_pages

@@ -12,6 +12,7 @@ import pytest
 
 import deinfer_jax
 from deinfer_jax import LLM, Completion, OutOfDeviceMemory
+from deinfer_jax.engine.sampler import Drawn
 from tests.engine.helpers import (
     GREEDY,
     SAMPLED,
@@ -117,7 +118,7 @@ class TestDeviceFailures:
         setting: dict[str, Any],
     ) -> None:
         kind, after = kind_and_after
-        monkeypatch.setattr(small.engine, "ahead", ahead)
+        monkeypatch.setattr(small.core, "ahead", ahead)
         with monkeypatch.context() as patch:
             planted = self.plant(
                 small, patch, kind, "INTERNAL: planted", after=after, donated=donated
@@ -185,7 +186,7 @@ class TestDeviceFailures:
         ahead: int,
         donated: bool,
     ) -> None:
-        monkeypatch.setattr(small.engine, "ahead", ahead)
+        monkeypatch.setattr(small.core, "ahead", ahead)
         expected = together[str(setting)]
         with monkeypatch.context() as patch:
             planted = self.plant(
@@ -248,7 +249,7 @@ class TestDeviceFailures:
         kind: str,
         ahead: int,
     ) -> None:
-        monkeypatch.setattr(small.engine, "ahead", ahead)
+        monkeypatch.setattr(small.core, "ahead", ahead)
         with monkeypatch.context() as patch:
             self.fail_at_the_read(small, patch, kind, "INTERNAL: planted")
             # The step that is dispatched next may be the first to notice that the pools are gone.
@@ -268,7 +269,7 @@ class TestDeviceFailures:
         kind: str,
         ahead: int,
     ) -> None:
-        monkeypatch.setattr(small.engine, "ahead", ahead)
+        monkeypatch.setattr(small.core, "ahead", ahead)
         with monkeypatch.context() as patch:
             self.fail_at_the_read(small, patch, kind, EXHAUSTED, deleted=False)
             done = generate(small)
@@ -300,7 +301,7 @@ class TestDeviceFailures:
                     array.delete()
             else:
                 pools = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), pools)
-            return pools, state, Pending(message)
+            return pools, state, Drawn(Pending(message), None, None, None)
 
         patch.setattr(llm.runner, "_run", fail)
 

@@ -331,7 +331,7 @@ class TestBadInput:
         self, llm: LLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = run(llm, prompts())
-        take, taken = llm.engine._take, []
+        take, taken = llm.core._take, []
 
         def interrupt(*arguments: Any) -> None:
             taken.append(arguments)
@@ -340,7 +340,7 @@ class TestBadInput:
             take(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine, "_take", interrupt)
+            patched.setattr(llm.core, "_take", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run(llm, prompts())
         check_idle(llm)

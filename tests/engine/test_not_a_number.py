@@ -56,16 +56,20 @@ class TestNotANumber:
     def test_pages_are_clean_after_an_interrupted_run(
         self, llm: LLM, broken: LLM, bad_word: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        broken.engine.ahead = 1  # the broken prompt is on the device when the interrupt comes
+        broken.core.ahead = 1  # the broken prompt is on the device when the interrupt comes
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
         requests = [Request(p, Sampling(max_new_tokens=9)) for p in ([5], [bad_word] * 100)]
+        broken.core.submit(requests)
         with monkeypatch.context() as patch:
-            patch.setattr(broken.engine, "_take", interrupt)
+            patch.setattr(broken.core, "_take", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                broken.engine.run(requests)
+                for _ in range(10):
+                    broken.core.advance()
+        broken.core.cancel(requests)
+        broken.core.settle()
         check_idle(broken)
         assert run(broken, prompts()) == run(llm, prompts())
 
@@ -75,7 +79,7 @@ class TestNotANumber:
     ) -> None:
         # The device runs the end token before the host knows that it was one.
         other = load_tiny(max_batch=3, decode_steps=steps_and_ahead[0])
-        other.engine.ahead = steps_and_ahead[1]
+        other.core.ahead = steps_and_ahead[1]
         plant_nan(other, ending.word)
         ((*_, last),) = run(other, ending.prompt, stop_token_ids=[ending.word])
         assert last == ending.word
@@ -86,7 +90,7 @@ class TestNotANumber:
         self, load_tiny, ending: Ending, steps_and_ahead: tuple[int, int]
     ) -> None:
         other = load_tiny(max_batch=3, decode_steps=steps_and_ahead[0])
-        other.engine.ahead = steps_and_ahead[1]
+        other.core.ahead = steps_and_ahead[1]
         plant_nan(other, ending.word)
         (done,) = deinfer_jax.generate(other, ending.prompt, max_new_tokens=12, ignore_eos=True)
         # It is still drawn itself; the token after it cannot be.
@@ -101,6 +105,7 @@ class TestNotANumber:
         logits = llm.logits(prompts()[9])
         runner = llm.runner
         runner.pools = jax.tree.map(lambda pool: jnp.full_like(pool, value), runner.pools)
+        llm.core.scheduler.restart([])  # or pages of earlier runs would be found again
         assert run(llm, prompts(), **setting) == together[str(setting)]
         runner.pools = jax.tree.map(lambda pool: jnp.full_like(pool, value), runner.pools)
         np.testing.assert_array_equal(llm.logits(prompts()[9]), logits)

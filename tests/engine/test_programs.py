@@ -17,7 +17,7 @@ from deinfer_jax.engine import programs
 from deinfer_jax.engine.buckets import Buckets, fit, powers_of_two
 from deinfer_jax.engine.memory import MemoryPlan
 from deinfer_jax.engine.request import Request, Sampling
-from deinfer_jax.engine.sampler import NOT_A_NUMBER
+from deinfer_jax.engine.sampler import NOT_A_NUMBER, Drawn
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
 
 PROGRAMS = [("prefill", 32, 8), ("decode", 4, 8), ("logits", 32, 8), ("score", 32, 8)]
@@ -105,7 +105,7 @@ class TestState:
             llm, [5, 6, 7], 2, [4, 1], temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=8
         )
         token = llm.runner.prefill(PrefillStep(request, 0, 3, True))
-        return request, int(token)
+        return request, int(token.tokens[0])
 
     def test_prefill_sets_the_slot_up(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         state = jax.device_get(llm.runner.state)
@@ -128,7 +128,7 @@ class TestState:
 
     def test_decode_advances_the_slot(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
         request, _ = prefilled
-        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), (7,))))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), (7,))).tokens)
         state = jax.device_get(llm.runner.state)
         assert state.lengths.tolist() == [0, 0, 7, 0]
         assert state.tokens[2] == drawn[3, 0]
@@ -137,7 +137,7 @@ class TestState:
         request, _ = prefilled
         llm.runner.decode(DecodeStep((request,), (7,)))
         llm.runner.decode(DecodeStep((request,), (11,)))
-        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), (11,))))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((request,), (11,))).tokens)
         assert (drawn[:, 0] == programs.IDLE).all()
         assert jax.device_get(llm.runner.state).lengths[2] == 11
 
@@ -150,7 +150,7 @@ class TestState:
         for one, dispatches in ((llm, 2), (single, 8)):
             one.runner.prefill(PrefillStep(request, 0, 3, True))
             step = DecodeStep((request,), (min(3 + new, 10),))
-            drawn = [np.asarray(one.runner.decode(step)) for _ in range(dispatches)]
+            drawn = [np.asarray(one.runner.decode(step).tokens) for _ in range(dispatches)]
             found.append(np.concatenate(drawn)[:, 0].tolist())
             assert jax.device_get(one.runner.state).lengths[1] == 3 + new - 1
         several, one_at_a_time = found
@@ -159,10 +159,10 @@ class TestState:
         assert programs.IDLE not in several[: new - 1]
 
     def test_padding_rows_are_idle(self, llm: LLM, prefilled: tuple[Request, int]) -> None:
-        drawn = np.asarray(llm.runner.decode(DecodeStep((prefilled[0],), (7,))))
+        drawn = np.asarray(llm.runner.decode(DecodeStep((prefilled[0],), (7,))).tokens)
         assert drawn.shape == (4, 2) and (drawn[:, 1] == programs.IDLE).all()
 
-    def test_the_host_sends_slot_numbers_only(
+    def test_the_host_sends_slot_numbers_and_new_pages_only(
         self, llm: LLM, prefilled: tuple[Request, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sent: list[Any] = []
@@ -175,8 +175,18 @@ class TestState:
             return run(key, *arguments)
 
         monkeypatch.setattr(llm.runner, "_run", spy)
-        llm.runner.decode(DecodeStep((prefilled[0],), (7,)))
-        assert [array.tolist() for array in sent] == [[2, 4]]
+        request = prefilled[0]
+        llm.runner.decode(DecodeStep((request,), (7,)))
+        assert [array.tolist() for array in sent] == [[2, 4], [0, 0], [[-1], [-1]]]
+        sent.clear()
+        request.pages.append(6)
+        llm.runner.decode(DecodeStep((request,), (11,)))
+        assert [array.tolist() for array in sent] == [[2, 4], [2, 0], [[6], [-1]]]
+        table = jax.device_get(llm.runner.state).block_tables[2]
+        assert table.tolist() == [4, 1, 6, *[0] * 5]
+        sent.clear()
+        llm.runner.decode(DecodeStep((request,), (11,)))  # sent once
+        assert [array.tolist() for array in sent] == [[2, 4], [0, 0], [[-1], [-1]]]
 
 
 class TestBrokenRows:
@@ -193,8 +203,8 @@ class TestBrokenRows:
     def test_after_a_prompt(self, broken: LLM) -> None:
         request = start(broken, [5, 7, 6], 1, [3])
         token = broken.runner.prefill(PrefillStep(request, 0, 3, True))
-        assert int(token) == NOT_A_NUMBER
-        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), (7,))))
+        assert int(token.tokens[0]) == NOT_A_NUMBER
+        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), (7,))).tokens)
         assert (drawn[:, 0] == programs.IDLE).all()
 
     def test_while_decoding(self, broken: LLM) -> None:
@@ -202,7 +212,7 @@ class TestBrokenRows:
         broken.runner.prefill(PrefillStep(request, 0, 2, True))
         state: Any = broken.runner.state
         broken.runner.state = replace(state, tokens=state.tokens.at[1].set(7))
-        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), (6,))))
+        drawn = np.asarray(broken.runner.decode(DecodeStep((request,), (6,))).tokens)
         assert drawn[:, 0].tolist() == [NOT_A_NUMBER, *[programs.IDLE] * 3]
 
 
@@ -381,10 +391,10 @@ class TestBuckets:
 
         def record(key: Any, *arguments: Any) -> Any:
             asked.add(key)
-            return runner.pools, runner.state, jnp.zeros((), jnp.int32)
+            return runner.pools, runner.state, Drawn(None, None, None, None)
 
         monkeypatch.setattr(runner, "_run", record)
-        chunk = llm.engine.scheduler.prefill_chunk
+        chunk = llm.core.scheduler.prefill_chunk
         for tokens in range(1, llm.max_context + 1):
             request = start(llm, [3] * tokens, 0, list(range(-(-tokens // size))))
             begin = (tokens - 1) // chunk * chunk

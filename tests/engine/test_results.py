@@ -23,6 +23,7 @@ from tests.engine.helpers import (
     check_idle,
     prompts,
     run,
+    tokens,
 )
 
 
@@ -92,7 +93,7 @@ class TestThreads:
     def test_generate(
         self, llm: LLM, together, monkeypatch: pytest.MonkeyPatch, in_flight: int
     ) -> None:
-        monkeypatch.setattr(llm.engine, "ahead", in_flight)
+        monkeypatch.setattr(llm.core, "ahead", in_flight)
         settings = [GREEDY, SAMPLED, FILTERED]
 
         def work(index: int) -> list[list[tuple[int, ...]]]:
@@ -120,23 +121,27 @@ class TestThreads:
     def test_an_error_in_one_leaves_the_others_alone(
         self, llm: LLM, together, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        take = llm.engine._take
+        take = llm.core._take
 
         def interrupt(request: Request, *rest: Any) -> None:
             if list(request.prompt) == [7, 7, 7] and len(request.generated) == 3:
                 raise KeyError("planted")
             take(request, *rest)
 
-        monkeypatch.setattr(llm.engine, "_take", interrupt)
+        monkeypatch.setattr(llm.core, "_take", interrupt)
 
         def work(index: int) -> Any:
             if index % 2:
                 return run(llm, prompts(), **GREEDY)
-            with pytest.raises(KeyError, match="planted"):
-                run(llm, [*prompts(), [7, 7, 7]])
+            *others, planted = deinfer_jax.generate(
+                llm, [*prompts(), [7, 7, 7]], max_new_tokens=12, ignore_eos=True
+            )
+            assert (planted.finish_reason, planted.error) == ("error", "KeyError: 'planted'")
+            assert len(planted.token_ids) == 3
+            return tokens(others)
 
-        for index, found in enumerate(self.in_threads(work)):
-            assert found == (together[str(GREEDY)] if index % 2 else None)
+        for found in self.in_threads(work):
+            assert found == together[str(GREEDY)]
 
 
 class TestGreedy:
@@ -261,7 +266,7 @@ class TestEnds:
         # The step that is in flight runs the ended request once more; nobody may see it.
         everything = [ending.prompt, *prompts()]
         found = run(llm, everything, stop_token_ids=[ending.word])
-        llm.engine.ahead = 0
+        llm.core.ahead = 0
         assert found == run(llm, everything, stop_token_ids=[ending.word])
         assert found[0] == ending.ids[:4]
 
@@ -286,8 +291,6 @@ class TestCompletion:
         for timing in (first.timing, second.timing):
             assert timing.ttft_s is not None and 0 < timing.ttft_s < 60
             assert timing.itl_s is not None and 0 < timing.itl_s < 60
-        # Prompts run in order.
-        assert first.timing.ttft_s < second.timing.ttft_s  # pyright: ignore[reportOperatorIssue]
 
     def test_one_token_has_no_time_between_tokens(self, llm: LLM) -> None:
         (done,) = deinfer_jax.generate(llm, [5, 6], max_new_tokens=1)

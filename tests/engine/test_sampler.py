@@ -32,12 +32,14 @@ def params(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    wants_logprobs: bool = False,
 ) -> SamplingParams:
     return SamplingParams(
         temperature=jnp.full(rows, temperature, jnp.float32),
         top_k=jnp.full(rows, top_k, jnp.int32),
         top_p=jnp.full(rows, top_p, jnp.float32),
         min_p=jnp.full(rows, min_p, jnp.float32),
+        wants_logprobs=jnp.full(rows, wants_logprobs),
     )
 
 
@@ -130,6 +132,7 @@ class TestFilters:
             top_k=jnp.array([0, 3, 0, 0], jnp.int32),
             top_p=jnp.array([1, 1, 0.3, 1], jnp.float32),
             min_p=jnp.array([0, 0, 0, 0.2], jnp.float32),
+            wants_logprobs=jnp.zeros(4, bool),
         )
         ours = np.asarray(jitted_filter(logits, mixed))
         settings: list[Any] = [dict(), dict(top_k=3), dict(top_p=0.3), dict(min_p=0.2)]

@@ -32,14 +32,14 @@ class TestText:
     ) -> str:
         """Text of a continuation that the model is made to give."""
 
-        def run(requests: list[Request]) -> None:
+        def submit(requests: list[Request]) -> None:
             for request in requests:
                 request.times.extend(range(len(generated) + 1))
                 request.generated.extend(generated)
                 request.finish_reason = reason
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine, "run", run)
+            patch.setattr(llm.core, "submit", submit)
             (done,) = deinfer_jax.generate(llm, prompt, max_new_tokens=20)
         assert done.token_ids == tuple(generated)
         return done.text
@@ -139,7 +139,7 @@ class TestRefusals:
             raise AssertionError("something has run")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine, "run", run)
+            patch.setattr(llm.core, "advance", run)
             with pytest.raises(ValueError, match=f"^prompt 1: {message}$"):
                 deinfer_jax.generate(llm, ["w1", bad, [5, 6]], max_new_tokens=3)
             with pytest.raises(

@@ -122,11 +122,12 @@ def test_what_is_not_a_number_is_an_error_that_names_the_token(
     llm, _ = pair
     real = llm.runner.score
 
-    def broken(tokens: Any, targets: Any, start: int, pages: Any) -> np.ndarray:
-        scores = real(tokens, targets, start, pages).copy()
+    def broken(tokens: Any, targets: Any, start: int, pages: Any) -> tuple[np.ndarray, np.ndarray]:
+        scores, greedy = real(tokens, targets, start, pages)
+        scores = scores.copy()
         if tokens[0] == Letters()(TEXT[32:])["input_ids"][0] and start == 0:
             scores[4] = np.nan  # the fifth prediction of the second window: token 37
-        return scores
+        return scores, greedy
 
     monkeypatch.setattr(llm.runner, "score", broken)
     with pytest.raises(ValueError, match=r"token 37 \(window 1, tokens 32 to 63\) is nan"):

@@ -73,7 +73,7 @@ def test_end_of_sequence_while_a_step_is_in_flight(tmp_path: Path) -> None:
         free = deinfer_jax.generate(llm, prompts, max_new_tokens=40, ignore_eos=True)
         ends = [list(completion.token_ids)[11] for completion in free]
         done = deinfer_jax.generate(llm, prompts, max_new_tokens=40, stop_token_ids=ends)
-        assert llm.engine.scheduler.allocator.num_free == llm.runner.num_pages
+        assert llm.core.scheduler.allocator.num_free == llm.runner.num_pages
     for short, long in zip(done, free, strict=True):
         cut = next((i for i, token in enumerate(long.token_ids) if token in {*ends, 2}), 39) + 1
         assert short.token_ids == long.token_ids[:cut]

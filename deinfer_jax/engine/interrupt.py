@@ -1,0 +1,75 @@
+"""Ctrl-C at a moment that suits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["noted_ctrl_c", "uninterrupted"]
+
+
+class Note:
+    """Whether Ctrl-C has come.
+
+    Attributes:
+        asked: so far.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds the first SIGINT back until the block is left, whatever handles it then; a second one
+    goes through. Python runs handlers in the main thread, so elsewhere there is nothing to do."""
+    before = signal.getsignal(signal.SIGINT)
+    if not _in_main_thread() or not callable(before):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            deliver()
+
+    def deliver() -> None:
+        while held:
+            before(*held.pop(0))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        deliver()
+
+
+@contextmanager
+def noted_ctrl_c() -> Iterator[Note]:
+    """Notes the first Ctrl-C instead of raising KeyboardInterrupt; a second one raises. Only in the
+    main thread, and only where nobody else handles it."""
+    note = Note()
+    default = signal.default_int_handler
+    if not _in_main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield note
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if note.asked:
+            default(number, frame)
+        note.asked = True
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield note
+    finally:
+        signal.signal(signal.SIGINT, default)
