@@ -41,6 +41,14 @@ NEAR = 1e-5  # log-probabilities that are so close are equal, up to rounding
 WAIT_S = 60
 
 
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c():
+    """As in a terminal: what runs in the background may have been started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def speaking(llm: LLM, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """The shared model with words."""
