@@ -69,7 +69,7 @@ def main() -> int:
     checkpoint = open_checkpoint(smollm2_path())
     theirs = transformers_model(checkpoint)
     rows = []
-    with deinfer_jax.load(smollm2_path(), max_context=256) as llm:
+    with deinfer_jax.load(smollm2_path(), max_context=256, prefix_sharing=False) as llm:
         for batch, bar in BARS.items():
             prompts = np.random.default_rng(batch).integers(100, 40000, (batch, args.prompt))
             ids = torch.from_numpy(prompts)
