@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package)")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.9, 0.8, 0.6])
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *TRIALS], metavar="CASE")
     parser.add_argument("--trials", action="store_true", help="what is not the default, instead")
     parser.add_argument("--seeds", type=int, help="at most so many label seeds")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all")
@@ -108,6 +108,8 @@ def main() -> int:
     cases: dict[str, Case] = CASES
     if args.trials:
         cases = {name: (options, [WIKITEXT, NOVELS], [0]) for name, (options, _) in TRIALS.items()}
+    if unknown := set(args.only or cases) - set(cases):
+        parser.error(f"--only: expected one of {', '.join(cases)}, got {', '.join(unknown)}")
     for name in args.only or cases:
         options, given, seeds = cases[name]
         constants = TRIALS[name][1] if args.trials else {}
@@ -148,7 +150,8 @@ def main() -> int:
             if not some:
                 continue
             median = {text: statistics.median(row[text] for row in some) for text in TESTS}
-            rows.append({"case": name, "keep": keep, "median": median, "runs": some})
+            about = {"case": name, "options": options, "constants": constants, "keep": keep}
+            rows.append({**about, "median": median, "runs": some})
         write(args.name, result, args.out)
     print(table(result))
     return 0

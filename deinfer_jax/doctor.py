@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 
-__all__ = ["report"]
+__all__ = ["report", "version"]
 
 PACKAGES = (
     "deinfer-jax jax jaxlib jax-cuda13-plugin flax transformers tokenizers safetensors gguf numpy "
@@ -21,7 +21,7 @@ def report() -> tuple[str, bool]:
         f"python      {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
     )
     for name in PACKAGES:
-        lines.append(f"{name:<11} {_version(name) or 'not installed'}")
+        lines.append(f"{name:<11} {version(name) or 'not installed'}")
 
     import jax
     import jax.numpy as jnp
@@ -47,7 +47,7 @@ def report() -> tuple[str, bool]:
     if float((ones @ ones).sum()) != 128.0**3:
         problems.append("a bfloat16 product of ones came out wrong on this device")
     first = devices[0]
-    if first.platform == "cpu" and _version("jax-cuda13-plugin"):
+    if first.platform == "cpu" and version("jax-cuda13-plugin"):
         problems.append("the CUDA plugin is installed, but JAX sees no GPU")
     if first.platform == "cpu":
         notes.append("no GPU: models run in float32 on the CPU")
@@ -60,7 +60,8 @@ def report() -> tuple[str, bool]:
     return "\n".join([*lines, f"verdict: {verdict}"]), not problems
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package, else None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,18 +13,17 @@ from typing import Any
 
 import jax
 
+from deinfer_jax.doctor import version
+
 __all__ = ["machine", "write_result"]
+
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "transformers", "numpy")
 
 
 def machine() -> dict[str, Any]:
     """Device, driver and versions, as every result file states them."""
     device = jax.devices()[0]
-    versions = {}
-    for package in ("jax", "jaxlib", "flax", "torch", "transformers", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {package: version(package) for package in PACKAGES}
     return {
         "platform": device.platform,
         "device": device.device_kind if device.platform == "gpu" else _cpu_name(),
@@ -33,7 +31,7 @@ def machine() -> dict[str, Any]:
         "driver": _driver() if device.platform == "gpu" else None,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: number for package, number in found.items() if number},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": time.strftime("%Y-%m-%d"),
     }

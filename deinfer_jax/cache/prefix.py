@@ -56,20 +56,23 @@ class PrefixIndex:
         """Makes a held page known; the first page of a digest stays the one that is found."""
         if self.find(digest) is not None:
             return
-        content = self._allocator.keep(page)
-        current = []
-        for old in self._digests.get(page, []):
-            if self._pages.get(old) == (page, content):
-                current.append(old)
-            elif self._pages.get(old, (None,))[0] == page:
+        here = page, self._allocator.keep(page)
+        digests = [digest]
+        for old in self._digests.get(page, ()):
+            known = self._pages.get(old)
+            if known == here:
+                digests.append(old)
+            elif known is not None and known[0] == page:  # of what the page held before
                 del self._pages[old]
-        self._pages[digest] = (page, content)
-        self._digests[page] = [*current, digest]
+        self._pages[digest] = here
+        self._digests[page] = digests
 
     def find(self, digest: bytes) -> int | None:
         """The page with these tokens, held or free, or None."""
-        page, content = self._pages.get(digest, (-1, -1))
-        return page if page >= 0 and self._allocator.content(page) == content else None
+        if digest not in self._pages:
+            return None
+        page, content = self._pages[digest]
+        return page if self._allocator.content(page) == content else None
 
     def find_run(self, digests: Sequence[bytes]) -> list[int]:
         """Pages of a sequence from its first one on, as far as they are there."""

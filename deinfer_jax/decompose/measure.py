@@ -30,7 +30,7 @@ from deinfer_jax.decompose.spectra import SpectrumStore
 from deinfer_jax.decompose.statistics import collect
 from deinfer_jax.engine.load import load
 
-__all__ = ["CALIBRATION_TOKENS", "CalibrationLike", "Measurement", "PathLike"]
+__all__ = ["CalibrationLike", "Measurement", "PathLike"]
 
 logger = logging.getLogger(__name__)
 

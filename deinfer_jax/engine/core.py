@@ -94,7 +94,8 @@ class Core:
                     running = list(self.scheduler.running)
                     self._recover()  # the failed program took pools and state with it
                     for failed in running:
-                        self._finish(failed, "error", str(error))
+                        if failed in self._unfinished:  # recovering may have ended it already
+                            self._finish(failed, "error", str(error))
 
     def settle(self) -> None:
         """Does what was asked for by ``submit`` and ``cancel``, and no step; does nothing while a

@@ -146,7 +146,7 @@ class Scheduler:
     def read(self, request: Request, token: int) -> None:
         """A token of the request has been read back; pages that are full now can be shared."""
         request.take(token)
-        if self.share_prefixes and request.slot >= 0:
+        if request.slot >= 0:
             # The token just read has not been run yet.
             self._make_known(request, len(request.tokens) - 1)
 
@@ -332,12 +332,10 @@ class Scheduler:
                 return
             budget -= length
             coming = Counter(self._to_fill(request))
-            rest = self._rest_digest(request) if self.share_prefixes else NOTHING
             request.prefilled += length
             request.dispatched += request.decoding
-            if self.share_prefixes:
-                self._make_known(request, request.prefilled)
-            if rest and request.decoding:
+            self._make_known(request, request.prefilled)
+            if request.decoding and self.share_prefixes and (rest := self._rest_digest(request)):
                 self._index.add(rest, request.pages[self._usable_pages(request)])
             self._coming -= coming - Counter(self._to_fill(request))
             copy = None
@@ -349,9 +347,10 @@ class Scheduler:
 
     def _make_known(self, request: Request, cached: int) -> None:
         """Full pages among the first ``cached`` tokens can be shared from now on."""
-        if cached // self.page_size <= request.known_pages:
+        full = cached // self.page_size
+        if not self.share_prefixes or full <= request.known_pages:
             return
         request.digests = page_digests(request.tokens, self.page_size, request.digests)
-        for page in range(request.known_pages, cached // self.page_size):
+        for page in range(request.known_pages, full):
             self._index.add(request.digests[page], request.pages[page])
-        request.known_pages = cached // self.page_size
+        request.known_pages = full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import jaxtyping
@@ -132,3 +133,47 @@ def sentencepiece() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
+
+
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c():
+    """As in a terminal: what runs in the background may have been started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def speaking(llm: LLM, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The shared model with words."""
+    monkeypatch.setattr(llm, "tokenizer", sentencepiece)
+    return llm
+
+
+@pytest.fixture(scope="session")
+def halves() -> Any:
+    """A tokenizer of half characters: 30 bytes that begin one of two bytes, and 64 that end it."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    # As GPT-2 writes bytes: those of Latin-1 that do not print come from U+0100 on.
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    written = [chr(byte if byte in prints else next(others)) for byte in range(256)]
+    pieces = [*special, *written[0xC2:0xE0], *written[0x80:0xC0]]
+    assert len(pieces) == helpers.CONFIG.vocab_size
+    model = WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>")
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture
+def stuttering(llm: LLM, halves: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The shared model with half characters."""
+    monkeypatch.setattr(llm, "tokenizer", halves)
+    return llm

@@ -1,18 +1,24 @@
-"""What the tests of ``Engine`` share."""
+"""What the tests of ``Engine`` and of what ``generate`` takes share."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from deinfer_jax import LLM, Completion, Engine, Increment
+import deinfer_jax
+from deinfer_jax import LLM, Completion, Engine, Increment, TokenLogprob
+from tests.engine.helpers import tokens
 
 WAIT_S = 60
+NEAR = 1e-5  # log-probabilities that are so close are equal, up to rounding
 
 
 def add(engine: Engine, prompt: Any, new: int = 12, **options: Any) -> int:
@@ -105,3 +111,85 @@ def plant(
 
     patch.setattr(where, name, fail)
     return calls
+
+
+def generate(llm: LLM, what: Any, new: int = 12, **options: Any) -> list[Completion]:
+    return deinfer_jax.generate(llm, what, max_new_tokens=new, ignore_eos=True, **options)
+
+
+def stream(llm: LLM, what: Any, new: int = 12, **options: Any) -> Any:
+    return deinfer_jax.generate(
+        llm, what, max_new_tokens=new, ignore_eos=True, stream=True, **options
+    )
+
+
+def samples(done: Completion) -> list[tuple[int, ...]]:
+    return tokens(list(done.samples))
+
+
+def join(increments: Iterable[Increment]) -> dict[tuple[int, int], Increment]:
+    """One increment a sample, of all of them."""
+    parts = defaultdict(list)
+    for one in increments:
+        parts[one.index, one.sample].append(one)
+    joined = {}
+    for key, some in parts.items():
+        assert [one.finish_reason is None for one in some] == [True] * (len(some) - 1) + [False]
+        assert all(one.error is None for one in some[:-1])
+        joined[key] = Increment(
+            index=key[0],
+            sample=key[1],
+            text="".join(one.text for one in some),
+            token_ids=sum((one.token_ids for one in some), ()),
+            logprobs=None
+            if some[0].logprobs is None
+            else sum((one.logprobs or () for one in some), ()),
+            finish_reason=some[-1].finish_reason,
+            error=some[-1].error,
+        )
+    return joined
+
+
+def assert_near(
+    ours: Sequence[TokenLogprob] | None, expected: Sequence[TokenLogprob] | None
+) -> None:
+    """Log-probabilities are equal, up to what other batches round."""
+    if ours is None or expected is None:
+        assert ours is expected
+        return
+    assert [one.token_id for one in ours] == [one.token_id for one in expected]
+    for one, other in zip(ours, expected, strict=True):
+        flat = [
+            [logprobs.logprob, *(logprob for _, logprob in logprobs.best)]
+            for logprobs in (one, other)
+        ]
+        np.testing.assert_allclose(*flat, rtol=0, atol=NEAR)
+
+
+def check_joined(increments: Iterable[Increment], expected: Sequence[Completion]) -> None:
+    joined = join(increments)
+    wanted = {
+        (index, sample): one
+        for index, done in enumerate(expected)
+        for sample, one in enumerate(done.samples or (done,))
+    }
+    assert joined.keys() == wanted.keys()
+    for key, done in wanted.items():
+        for name in ("text", "token_ids", "finish_reason", "error"):
+            assert getattr(joined[key], name) == getattr(done, name), (key, name)
+        assert_near(joined[key].logprobs, done.logprobs)
+
+
+def interrupt_at(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, *steps: int, where: str = "decode"
+) -> None:
+    """A real SIGINT before each of these decode steps."""
+    method, count = getattr(llm.runner, where), [0]
+
+    def kill(step: Any) -> Any:
+        for _ in range(steps.count(count[0])):
+            os.kill(os.getpid(), signal.SIGINT)
+        count[0] += 1
+        return method(step)
+
+    monkeypatch.setattr(llm.runner, where, kill)

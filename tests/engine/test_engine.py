@@ -30,13 +30,6 @@ from tests.engine.helpers import FILTERED, GREEDY, SAMPLED, check_idle, prompts,
 
 
 @pytest.fixture
-def speaking(llm: LLM, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The shared model with words."""
-    monkeypatch.setattr(llm, "tokenizer", sentencepiece)
-    return llm
-
-
-@pytest.fixture
 def engine(llm: LLM) -> Iterator[Engine]:
     engine = Engine(llm)
     yield engine

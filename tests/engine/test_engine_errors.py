@@ -18,6 +18,7 @@ from deinfer_jax import LLM, Completion, Engine, Increment
 from deinfer_jax.engine.request import Sampling
 from deinfer_jax.engine.text import TextStream
 from tests.engine.engine_helpers import (
+    NEAR,
     add,
     finish,
     joined,
@@ -26,15 +27,7 @@ from tests.engine.engine_helpers import (
 )
 from tests.engine.helpers import FILTERED, GREEDY, SAMPLED, check_idle, prompts, run, tokens
 
-NEAR = 1e-5  # log-probabilities that are so close are equal, up to rounding
 PAGE_BYTES = 4096
-
-
-@pytest.fixture
-def speaking(llm: LLM, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The shared model with words."""
-    monkeypatch.setattr(llm, "tokenizer", sentencepiece)
-    return llm
 
 
 SEAMS = {
