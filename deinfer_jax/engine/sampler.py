@@ -2,11 +2,17 @@
 
 A row's noise is a function of its key, its position and the word alone, so neither its neighbours
 in the batch nor (once the head is split) the shard that holds a word can change what is drawn.
+
+What nobody in the batch asked for is skipped on the device. On a GPU that stays within the CUDA
+graph only as long as no branch loops or sorts: otherwise the host would wait, in the call of the
+program, for the predicate of every step, and could not prepare the next one meanwhile. Loops are
+unrolled there, which on a CPU would only take compile time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -105,8 +111,9 @@ def gumbel_noise(
 def filter_words(tempered: Float[Array, "B W"], params: SamplingParams) -> Bool[Array, "B W"]:
     """Which words top-k, top-p and min-p keep; words that tie with the last one kept are kept too.
 
-    Instead of sorting, the thresholds are found by bisection over the float32 bit patterns: 32
-    passes give the exact k-th largest value, and the exact value at which the mass reaches p.
+    Instead of sorting, the thresholds are searched for in the float32 bit patterns: 16 passes, two
+    bits each, give the exact k-th largest value, and as many the exact value at which the mass
+    reaches p.
     """
     order = _ordered_bits(tempered)
     words = tempered.shape[1]
@@ -142,7 +149,8 @@ def draw(
 
     def compare(logits: Array) -> tuple[Array, Array, Array]:
         whole = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-        best_logits, best = jax.lax.top_k(logits, count)
+        best = _most_likely(logits, count)
+        best_logits = jnp.take_along_axis(logits, best, axis=1)
         chosen = jnp.take_along_axis(logits, jnp.maximum(words, 0)[:, None], axis=1)
         return (chosen - whole)[:, 0], best, best_logits - whole
 
@@ -170,19 +178,23 @@ def sample(
         params: per row.
     """
 
-    def draw(logits: Array) -> Array:
+    def noisy(logits: Array, *, filters: bool) -> Array:
         temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
         # From the largest down, so that a tiny temperature cannot overflow all words to infinity.
         tempered = (logits - logits.max(axis=1, keepdims=True)) / temperature[:, None]
-        filtered = jnp.any((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
-        keep = jax.lax.cond(
-            filtered, lambda x: filter_words(x, params), lambda x: jnp.ones(x.shape, bool), tempered
-        )
         noise = gumbel_noise(keys, positions, jnp.arange(logits.shape[1], dtype=jnp.uint32))
-        noisy = jnp.where(keep, tempered + noise, -jnp.inf)
-        return jnp.where(params.temperature > 0, _argmax(noisy), _argmax(logits))
+        scores = tempered + noise
+        if filters:
+            scores = jnp.where(filter_words(tempered, params), scores, -jnp.inf)
+        return jnp.where(params.temperature > 0, _argmax(scores), _argmax(logits))
 
-    words = jax.lax.cond(jnp.any(params.temperature > 0), draw, _argmax, logits)
+    sampled = params.temperature > 0
+    filtered = sampled & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
+    # The whole batch takes the way that its most demanding row needs.
+    way = sum(jnp.any(rows).astype(jnp.int32) for rows in (sampled, filtered))
+    words = jax.lax.switch(
+        way, [_argmax, partial(noisy, filters=False), partial(noisy, filters=True)], logits
+    )
     best = logits.max(axis=1)  # NaN if any logit is
     return jnp.where(jnp.isfinite(best), words, NOT_A_NUMBER)
 
@@ -197,12 +209,40 @@ def _ordered_bits(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
 
 
+def _most_likely(logits: Array, count: int) -> Array:
+    """int32 [B, count], the words with the largest logits, falling; the first of equals first."""
+
+    def by_passes(logits: Array) -> Array:
+        order = _ordered_bits(logits)
+        numbers = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+        found = [_argmax(order)]
+        for _ in range(count - 1):
+            last = jnp.take_along_axis(order, found[-1][:, None], axis=1)
+            after = (order < last) | ((order == last) & (numbers > found[-1][:, None]))
+            found.append(_argmax(jnp.where(after, order, 0)))  # 0 is below every float's bits
+        return jnp.stack(found, axis=1)
+
+    return jax.lax.platform_dependent(
+        logits, cpu=lambda logits: jax.lax.top_k(logits, count)[1], default=by_passes
+    )
+
+
 def _largest_threshold(reaches: Callable[[Array], Array], batch: int) -> Array:
     """Largest uint32 t a row for which ``reaches(t)`` holds, where it holds up to some t and not
-    beyond."""
+    beyond. Two bits a pass, the highest first."""
 
-    def body(i: Array, low: Array) -> Array:
-        trial = low | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(reaches(trial), trial, low)
+    def one_pass(i: Array | int, low: Array) -> Array:
+        shift = jnp.uint32(30 - 2 * i)
+        reached = [reaches(low | (jnp.uint32(digit) << shift)) for digit in (1, 2, 3)]
+        return low | (sum(hit.astype(jnp.uint32) for hit in reached) << shift)
 
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros(batch, jnp.uint32))
+    def unrolled(low: Array) -> Array:
+        for i in range(16):
+            low = one_pass(i, low)
+        return low
+
+    return jax.lax.platform_dependent(
+        jnp.zeros(batch, jnp.uint32),
+        cpu=lambda low: jax.lax.fori_loop(0, 16, one_pass, low),
+        default=unrolled,
+    )

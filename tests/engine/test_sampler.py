@@ -175,6 +175,47 @@ class TestOrderedBits:
         assert bits[0] == bits[2] and bits[1] == bits[3]
 
 
+class TestWithoutLoops:
+    """What runs on GPUs, whose graphs hold neither loops nor sorting."""
+
+    @pytest.fixture
+    def unrolled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def other_platform(*operands: Any, cpu: Any, default: Any) -> Any:
+            return default(*operands)
+
+        monkeypatch.setattr(sampler.jax.lax, "platform_dependent", other_platform)
+
+    @pytest.mark.parametrize("scale", [0.0, 0.01, 2.0, 100.0])
+    @pytest.mark.parametrize(
+        "setting", [dict(top_k=7), dict(top_p=0.6), dict(top_k=20, top_p=0.9, min_p=0.01)], ids=str
+    )
+    def test_filters_are_the_same(self, setting: dict, scale: float, request) -> None:
+        logits = jnp.asarray(random_logits(8) * np.float32(scale))
+        expected = np.asarray(filter_words(logits, params(8, **setting)))
+        request.getfixturevalue("unrolled")
+        found = np.asarray(filter_words(logits, params(8, **setting)))
+        np.testing.assert_array_equal(found, expected)
+
+    @pytest.mark.parametrize("count", [1, 20, WORDS])
+    def test_most_likely_words_are_the_same(self, count: int, unrolled: None) -> None:
+        logits = random_logits(8)
+        logits[1] = np.round(logits[1])  # many equal ones
+        logits[2] = 0.0
+        logits[3, 4:] = -np.inf
+        logits[4] = -np.abs(logits[4])
+        found = np.asarray(sampler._most_likely(jnp.asarray(logits), count))
+        expected = np.argsort(-logits, axis=1, kind="stable")[:, :count]
+        np.testing.assert_array_equal(found, expected)
+
+    def test_a_program_for_a_gpu_neither_loops_nor_sorts(self) -> None:
+        arguments = (jnp.zeros((4, WORDS)), jnp.zeros((4, 2), jnp.uint32), jnp.zeros(4, jnp.int32))
+        traced = jax.jit(sampler.draw).trace(*arguments, params(4))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        for op in ("stablehlo.while", "stablehlo.sort", "top_k", "custom_call"):
+            assert op not in text, op
+        assert "stablehlo.while" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
 class TestNoise:
     def test_a_word_does_not_depend_on_which_words_are_asked(self) -> None:
         everything = noise(keys(3), [4, 5, 6], np.arange(WORDS))

@@ -77,29 +77,36 @@ class TestExactlyAsAlone:
     ) -> None:
         monkeypatch.setattr(small.core, "ahead", ahead)
         preempted = small.core.scheduler.preemptions
-        engine = deinfer_jax.Engine(small)
-        work = cases(REQUESTS)
-        indices: list[int] = []
-        rng = np.random.default_rng(ahead)
-        while len(indices) < len(work) or engine.unfinished:
-            for case in work[len(indices) : len(indices) + int(rng.integers(4))]:
-                indices.append(engine.add(case.prompt, **case.options))
-            engine.step()
-            small.core.scheduler.check_integrity()
-        check_idle(small)
+        near = crowd(small, llm, alone, seed=ahead)
         assert small.core.scheduler.preemptions - preempted > 50
-
-        near = 0
-        for index, case, expected in zip(indices, work, alone, strict=True):
-            done = engine.result(index)
-            assert done.error is None
-            if done.token_ids != expected.token_ids:
-                assert_near_tie(llm, case, done.token_ids, expected.token_ids)
-                near += 1
-            else:
-                assert done.finish_reason == expected.finish_reason
-        print(f"{near} of {len(work)} requests differ, at near-ties")
         assert near <= 5
+
+
+def crowd(small: LLM, llm: LLM, alone: list[Completion], seed: int) -> int:
+    """Runs as many cases as are in ``alone`` together in ``small``, a few more every step, and
+    compares them; returns how many differ, all at near-ties."""
+    work = cases(len(alone))
+    engine = deinfer_jax.Engine(small)
+    indices: list[int] = []
+    rng = np.random.default_rng(seed)
+    while len(indices) < len(work) or engine.unfinished:
+        for case in work[len(indices) : len(indices) + int(rng.integers(4))]:
+            indices.append(engine.add(case.prompt, **case.options))
+        engine.step()
+        small.core.scheduler.check_integrity()
+    check_idle(small)
+
+    near = 0
+    for index, case, expected in zip(indices, work, alone, strict=True):
+        done = engine.result(index)
+        assert done.error is None
+        if done.token_ids != expected.token_ids:
+            assert_near_tie(llm, case, done.token_ids, expected.token_ids)
+            near += 1
+        else:
+            assert done.finish_reason == expected.finish_reason
+    print(f"{near} of {len(work)} requests differ, at near-ties")
+    return near
 
 
 def assert_near_tie(llm: LLM, case: Case, ours: tuple[int, ...], alone: tuple[int, ...]) -> None:
