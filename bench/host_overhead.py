@@ -2,7 +2,8 @@
 
 Decodes with all slots in use and takes the time of a step apart: planning, dispatch (host arrays
 and the call of the program, which on a GPU returns at once), waiting for the device, and what is
-done with the tokens. On a GPU then the same without dispatching ahead, where none of it is hidden.
+done with the tokens. On a GPU then the same without dispatching ahead, where none of it is hidden,
+and the program alone, called back to back: what a step takes if all of the host's work is hidden.
 On a CPU the program runs inside its call; there the call of a program with the same arguments that
 computes nothing stands for it in the host's share.
 
@@ -88,18 +89,35 @@ def measure(llm: LLM, batch: int, ahead: int) -> dict[str, float]:
     wall = time.perf_counter() - started
     clock.stop()
     count = len(requests[0].generated) - before
+    parts = dict(clock.seconds, wall=wall)
+    parts["read"] -= parts["wait"]
+    parts["dispatch"] -= parts["call"]
+    if llm.runner.device.platform == "cpu":
+        parts["call of nothing"] = call_seconds(llm) * count / steps
+        parts["host"] = wall - parts["wait"] + parts["call of nothing"] - parts["call"]
+    else:
+        parts["host"] = parts["plan"] + parts["dispatch"] + parts["read"]
+        parts["program alone"] = program_seconds(llm) * count / steps
     core.cancel(requests)
     core.settle()
     while core._in_flight:
         core.advance()
-    parts = dict(clock.seconds, wall=wall)
-    parts["read"] -= parts["wait"]
-    parts["dispatch"] -= parts["call"]
-    parts["host"] = wall - parts["wait"]
-    if llm.runner.device.platform == "cpu":
-        parts["call of nothing"] = call_seconds(llm) * count / steps
-        parts["host"] += parts["call of nothing"] - parts["call"]
     return {name: seconds / count * 1e6 for name, seconds in parts.items()}
+
+
+def program_seconds(llm: LLM) -> float:
+    """Of the decode program, called back to back for the requests that run."""
+    core, runner, calls = llm.core, llm.runner, MEASURED // llm.runner.buckets.decode_steps
+    while core._in_flight:
+        core._read(*core._in_flight.popleft())
+    step = core.scheduler.schedule()
+    assert step is not None and step.decode is not None
+    runner.decode(step.decode).tokens.block_until_ready()
+    started = time.perf_counter()
+    for _ in range(calls):  # rows outgrow their pages, which changes values, not the work
+        drawn = runner.decode(step.decode)
+    drawn.tokens.block_until_ready()
+    return (time.perf_counter() - started) / calls
 
 
 def call_seconds(llm: LLM) -> float:

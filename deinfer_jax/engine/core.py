@@ -12,7 +12,6 @@ from typing import Any
 
 from deinfer_jax.engine.interrupt import uninterrupted
 from deinfer_jax.engine.memory import OutOfDeviceMemory
-from deinfer_jax.engine.programs import IDLE
 from deinfer_jax.engine.request import FinishReason, Request, TokenLogprob
 from deinfer_jax.engine.runner import Runner
 from deinfer_jax.engine.sampler import NOT_A_NUMBER, Drawn
@@ -180,45 +179,44 @@ class Core:
 
     def _read_rows(self, requests: Sequence[Request], drawn: Drawn) -> None:
         tokens = self.runner.read(drawn.tokens).reshape(-1, drawn.tokens.shape[-1])
-        likely: Any = None
+        # What is no token is negative, and no token comes behind it.
+        counts = (tokens >= 0).sum(axis=0).tolist()
+        broken = (tokens == NOT_A_NUMBER).any(axis=0).tolist()
+        logprobs: list[list[TokenLogprob]] = [[] for _ in requests]
         if any(request.sampling.logprobs is not None for request in requests):
             parts = (drawn.logprobs, drawn.best, drawn.best_logprobs)
-            likely = [
+            likely = (
                 array.reshape(*tokens.shape, *array.shape[drawn.tokens.ndim :])
                 for array in map(self.runner.read, parts)
-            ]
+            )
+            logprobs = _logprobs(requests, tokens, *likely)
         now = time.perf_counter()
-        # A few thousand tokens a second come along here: no work for each that once a row will do.
-        for row, (request, column) in enumerate(zip(requests, tokens.T.tolist(), strict=False)):
-            count = request.sampling.logprobs
-            with self._failing_alone(request):
-                for step, token in enumerate(column):
-                    # It may have ended in a step that was read after this one was dispatched.
-                    if request.finish_reason is not None or token == IDLE:
-                        break
-                    if count is not None and token != NOT_A_NUMBER:
-                        one, best, others = (array[step, row] for array in likely)
-                        pairs = zip(best[:count].tolist(), others[:count].tolist(), strict=True)
-                        request.logprobs.append(TokenLogprob(token, float(one), tuple(pairs)))
-                    self._take(request, token, now)
+        for row, request in enumerate(requests):
+            # It may have ended in a step that was read after this one was dispatched.
+            if request.finish_reason is None:
+                with self._failing_alone(request):
+                    column = tokens[: counts[row], row].tolist()
+                    self._take(request, column, logprobs[row], broken[row], now)
 
-    def _take(self, request: Request, token: int, now: float) -> None:
-        if token == NOT_A_NUMBER:
+    def _take(
+        self,
+        request: Request,
+        tokens: list[int],
+        logprobs: list[TokenLogprob],
+        broken: bool,
+        now: float,
+    ) -> None:
+        """New tokens of a request; ``broken`` if the logits behind them were not numbers."""
+        reason = request.take(tokens, logprobs, now)
+        self.scheduler.read(request)
+        if tokens and request.news is not None:
+            request.news.append(request)
+        if reason is not None:
+            self._finish(request, reason)
+        elif broken:
             position = len(request.tokens)
             error = f"the logits of the token at position {position} are not finite"
             self._finish(request, "error", error)
-            return
-        request.times.append(now)
-        self.scheduler.read(request, token)
-        if request.news is not None:
-            request.news.append(request)
-        self._end(request)
-
-    def _end(self, request: Request) -> None:
-        """Finishes a request if its tokens say so."""
-        reason = request.end()
-        if reason is not None:
-            self._finish(request, reason)
 
     @contextmanager
     def _failing_alone(self, request: Request) -> Iterator[None]:
@@ -264,6 +262,34 @@ class Core:
         for request in list(self._unfinished):
             with self._failing_alone(request):
                 request.mend()
-                self._end(request)
+                reason = request.end()
+                if reason is not None:
+                    self._finish(request, reason)
         self.runner.reset()
         self._broken = False
+
+
+def _logprobs(
+    requests: Sequence[Request], tokens: Any, chosen: Any, best: Any, best_logprobs: Any
+) -> list[list[TokenLogprob]]:
+    """Of each request what it asked for, an entry a token; the arrays are [n, B] and [n, B, K]."""
+    found: list[list[TokenLogprob]] = []
+    for row, request in enumerate(requests):
+        count = request.sampling.logprobs
+        if count is None:
+            found.append([])
+            continue
+        columns = (
+            tokens[:, row],
+            chosen[:, row],
+            best[:, row, :count],
+            best_logprobs[:, row, :count],
+        )
+        entries = zip(*(column.tolist() for column in columns), strict=True)
+        found.append(
+            [
+                TokenLogprob(token, logprob, tuple(zip(words, others, strict=True)))
+                for token, logprob, words, others in entries
+            ]
+        )
+    return found

@@ -129,14 +129,31 @@ class Request:
         """Pages that it has a reference to."""
         return self.pages if self.copied_page is None else [*self.pages, self.copied_page]
 
-    def take(self, token: int) -> None:
-        """A token was read back."""
-        self.generated.append(token)
-        self.tokens.append(token)
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], now: float
+    ) -> FinishReason | None:
+        """Tokens were read back. Takes them in up to the one that ends the request, if one does,
+        and returns why it ends.
+
+        Args:
+            tokens: in order.
+            logprobs: of them, where ``sampling`` asks for it, else empty.
+            now: ``time.perf_counter`` of their arrival.
+        """
+        sampling = self.sampling
+        taken = list(tokens[: sampling.max_new_tokens - len(self.generated)])
+        for ends in (sampling.eos_token_ids, sampling.stop_token_ids):
+            if not ends.isdisjoint(taken):
+                del taken[next(i for i, token in enumerate(taken) if token in ends) + 1 :]
+        self.logprobs += logprobs[: len(taken)]
+        self.times += [now] * len(taken)
+        self.generated += taken
+        self.tokens += taken
+        return self.end()
 
     def end(self) -> FinishReason | None:
         """Why the tokens read so far end the request, None if they do not; adds new ones to the
-        text, end tokens excepted."""
+        text, end tokens excepted, and drops those behind a stop string."""
         if not self.generated:
             return None
         sampling, last = self.sampling, self.generated[-1]
@@ -149,6 +166,7 @@ class Request:
         while self.text is not None and self.in_text < visible:
             self.in_text += 1
             if self.text.push(self.generated[self.in_text - 1]):
+                self._keep(self.in_text)
                 return "stop"
         if reason is None and len(self.generated) >= sampling.max_new_tokens:
             reason = "length"
@@ -156,9 +174,12 @@ class Request:
 
     def mend(self) -> None:
         """Puts right what taking a token in has left, where that failed half-way."""
-        count = len(self.generated)
-        self.tokens[len(self.prompt) :] = self.generated
-        del self.logprobs[count:], self.times[count + 1 :]
+        self._keep(len(self.generated))
         self.digests.clear()
         if self.text is not None:
             self.text, self.in_text = self.text.again(), 0
+
+    def _keep(self, count: int) -> None:
+        """Drops what belongs to tokens behind the first ``count`` generated ones."""
+        del self.generated[count:], self.logprobs[count:], self.times[count + 1 :]
+        self.tokens[len(self.prompt) :] = self.generated

@@ -143,11 +143,10 @@ class Scheduler:
         prefills = tuple(self._plan_prefills(max(budget, self.prefill_chunk // 4, 1)))
         return Step(prefills, decode) if prefills or decode else None
 
-    def read(self, request: Request, token: int) -> None:
-        """A token of the request has been read back; pages that are full now can be shared."""
-        request.take(token)
+    def read(self, request: Request) -> None:
+        """Tokens of the request have been read back; pages that are full now can be shared."""
         if request.slot >= 0:
-            # The token just read has not been run yet.
+            # The last token has not been run yet.
             self._make_known(request, len(request.tokens) - 1)
 
     def remove(self, request: Request) -> None:

@@ -328,14 +328,24 @@ class Simulation:
             drawn += results[count:]
         for request, tokens in zip(requests, drawn, strict=True):
             self._unread[request] -= len(tokens)
-            for token in tokens:
-                if request not in self.unfinished:
-                    break
-                self.scheduler.read(request, token)
-                if token in request.sampling.eos_token_ids:
-                    self._finish(request, "eos")
-                elif len(request.generated) == request.sampling.max_new_tokens:
-                    self._finish(request, "length")
+            if request not in self.unfinished:
+                continue
+            room = request.sampling.max_new_tokens - len(request.generated)
+            ends = [i for i, t in enumerate(tokens) if t in request.sampling.eos_token_ids]
+            count = min(ends[0] + 1 if ends else len(tokens), room)
+            expected = [*request.generated, *tokens[:count]]
+            reason = request.take(tokens, [], 0.0)
+            self.scheduler.read(request)
+            assert request.generated == expected
+            assert request.tokens == [*request.prompt, *expected]
+            if ends and ends[0] < count:
+                assert reason == "eos"
+                self._finish(request, reason)
+            elif count == room:
+                assert reason == "length"
+                self._finish(request, reason)
+            else:
+                assert reason is None
 
     def _finish(self, request: Request, why: str) -> None:
         self.scheduler.remove(request)

@@ -56,7 +56,8 @@ def test_samples_share_their_prompt() -> None:
     ids=["greedy", "sampled", "filtered", "logprobs"],
 )
 def test_the_call_of_a_decode_program_does_not_wait_for_it(setting: dict[str, Any]) -> None:
-    config = replace(SMALL, vocab_size=128256, hidden_size=2048)
+    # A step of over 1 ms, several times what launching two layers takes.
+    config = replace(SMALL, vocab_size=128256, hidden_size=8192, intermediate_size=32768)
     with deinfer_jax.load(config, max_batch=64, decode_steps=8, prefix_sharing=False) as llm:
         core = llm.core
         requests = [Request([5, 6], Sampling(max_new_tokens=200, **setting)) for _ in range(64)]
