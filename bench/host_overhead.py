@@ -2,8 +2,7 @@
 
 Decodes with all slots in use and takes the time of a step apart: planning, dispatch (host arrays
 and the call of the program, which on a GPU returns at once), waiting for the device, and what is
-done with the tokens. On a GPU then the same without dispatching ahead, where none of it is hidden,
-and the program alone, called back to back: what a step takes if all of the host's work is hidden.
+done with the tokens. On a GPU then the same without dispatching ahead, where none of it is hidden.
 On a CPU the program runs inside its call; there the call of a program with the same arguments that
 computes nothing stands for it in the host's share.
 
@@ -29,9 +28,7 @@ from deinfer_jax.demo import smollm2_path
 from deinfer_jax.engine.buckets import fit
 from deinfer_jax.engine.request import Request, Sampling
 
-# Tokens. The first prompts decode while the last ones are read, and all stay between 256 and 512:
-# the same program runs all the time.
-PROMPT, WARM, MEASURED, CONTEXT = 260, 16, 96, 2048
+PROMPT, WARM, MEASURED, CONTEXT = 64, 16, 96, 2048  # tokens
 
 
 class Clock:
@@ -75,8 +72,10 @@ def measure(llm: LLM, batch: int, ahead: int) -> dict[str, float]:
     core.submit(requests)
     while min(len(request.generated) for request in requests) < WARM:
         core.advance()
-    pages = fit(llm.cache_layout.pages_for(512), llm.runner.buckets.pages)
-    llm.runner.executable(("decode", fit(batch, llm.runner.buckets.batch), pages))
+    context = PROMPT + WARM + MEASURED + 64 + 2 * steps  # what any row reaches; compiled beforehand
+    for pages in llm.runner.buckets.pages:
+        if pages <= fit(llm.cache_layout.pages_for(context), llm.runner.buckets.pages):
+            llm.runner.executable(("decode", fit(batch, llm.runner.buckets.batch), pages))
     clock = Clock()
     clock.around("plan", core.scheduler, "schedule")
     clock.around("dispatch", core, "_dispatch")
@@ -97,27 +96,11 @@ def measure(llm: LLM, batch: int, ahead: int) -> dict[str, float]:
         parts["host"] = wall - parts["wait"] + parts["call of nothing"] - parts["call"]
     else:
         parts["host"] = parts["plan"] + parts["dispatch"] + parts["read"]
-        parts["program alone"] = program_seconds(llm) * count / steps
     core.cancel(requests)
     core.settle()
     while core._in_flight:
         core.advance()
     return {name: seconds / count * 1e6 for name, seconds in parts.items()}
-
-
-def program_seconds(llm: LLM) -> float:
-    """Of the decode program, called back to back for the requests that run."""
-    core, runner, calls = llm.core, llm.runner, MEASURED // llm.runner.buckets.decode_steps
-    while core._in_flight:
-        core._read(*core._in_flight.popleft())
-    step = core.scheduler.schedule()
-    assert step is not None and step.decode is not None and step.decode.context <= 512
-    runner.decode(step.decode).tokens.block_until_ready()
-    started = time.perf_counter()
-    for _ in range(calls):  # rows outgrow their pages, which changes values, not the work
-        drawn = runner.decode(step.decode)
-    drawn.tokens.block_until_ready()
-    return (time.perf_counter() - started) / calls
 
 
 def call_seconds(llm: LLM) -> float:
