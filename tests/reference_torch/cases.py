@@ -1,0 +1,86 @@
+"""What the ranks run in these tests; imported by new processes, so without jax."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reference_torch.group import Group
+from reference_torch.load import load
+from reference_torch.session import Session
+
+CONTEXT = 96
+
+
+class Case(NamedTuple):
+    """How a model is run."""
+
+    strategy: str
+    kv_cache: str
+    dtype: str = "float32"
+    cuda_graphs: bool = False
+
+
+class Values(NamedTuple):
+    """Logits [P, W] of each prompt and [n, B, W] of decoding, and elements moved while decoding."""
+
+    prefill: list[np.ndarray]
+    decode: np.ndarray
+    moved: dict[str, int]
+
+
+def run(
+    group: Group, path: Path, case: Case, prompts: list[list[int]], forced: np.ndarray
+) -> Values:
+    model = load(path, group, max_context=CONTEXT, strategy=case.strategy, dtype=case.dtype)
+    session = Session(
+        model,
+        batch=len(prompts),
+        context=CONTEXT,
+        kv_cache=case.kv_cache,
+        cuda_graphs=case.cuda_graphs,
+    )
+    with torch.inference_mode():
+        prefill = [
+            model.logits(session.prefill(row, prompt, chunk=13)).cpu().numpy()
+            for row, prompt in enumerate(prompts)
+        ]
+        group.moved.clear()
+        decode = [
+            session.decode(torch.from_numpy(tokens.astype(np.int64)).to(group.device)).cpu().numpy()
+            for tokens in forced
+        ]
+    return Values(prefill, np.stack(decode), dict(group.moved))
+
+
+def run_all(
+    group: Group, jobs: list[tuple[Path, Case]], prompts: list[list[int]], forced: np.ndarray
+) -> list[Values]:
+    """Several in one group, since starting a process takes seconds."""
+    return [run(group, path, case, prompts, forced) for path, case in jobs]
+
+
+def add_up(group: Group, numbers: list[float]) -> tuple[float, list[float]]:
+    mine = torch.tensor([numbers[group.rank]])
+    return group.all_reduce(mine.clone()).item(), group.all_gather(mine[None])[0].tolist()
+
+
+def fail(group: Group, how: str, rank: int) -> Any:
+    """Does something wrong in one rank; the others wait for it."""
+    group.all_reduce(torch.ones(3))
+    if group.rank == rank:
+        if how == "dies":
+            os._exit(7)
+        if how == "hangs":
+            time.sleep(600)
+        if how == "value":
+            raise ValueError("expected a cat, got a dog")
+        if how == "other":
+            raise KeyError("planted")
+    group.all_reduce(torch.ones(3))
+    return "all is well"

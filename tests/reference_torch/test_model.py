@@ -1,0 +1,66 @@
+"""One rank against transformers: prefill in chunks, decode through the pages, every cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reference_torch.group import Group
+from tests import tiny
+from tests.reference_torch.cases import Case, run
+from tests.reference_torch.conftest import Expected, difference, make
+
+STRATEGIES = ("low_rank", "naive", "dense")
+CACHES = ("full", "latent", "full+latent")
+CLOSE = 3e-6  # of the norm; 8e-7 was the most seen
+
+
+def check(expected: Expected, strategies: tuple[str, ...] = STRATEGIES) -> None:
+    for strategy in strategies:
+        for kv_cache in CACHES:
+            case = Case(strategy, kv_cache)
+            values = run(Group(), expected.path, case, expected.prompts, expected.forced)
+            assert difference(expected, values) < CLOSE, case
+            assert not values.moved
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_decomposed_variants(variant: str, tmp_path: Path) -> None:
+    check(make(variant, ("shared-kv", "separate"), tmp_path))
+
+
+@pytest.mark.parametrize(
+    "layouts", [("shared", "only-o"), ("dense-q-up", "dense-k-o-down")], ids=str
+)
+@pytest.mark.parametrize("variant", ["nine-three-heads", "biases", "qwen3"])
+def test_mixtures_of_dense_and_decomposed(
+    variant: str, layouts: tuple[str, str], tmp_path: Path
+) -> None:
+    check(make(variant, layouts, tmp_path))
+
+
+@pytest.mark.parametrize("variant", ["gqa", "qwen2", "mistral-window", "tied"])
+def test_dense_models(variant: str, tmp_path: Path) -> None:
+    check(make(variant, None, tmp_path))
+
+
+def test_float64_is_closer(tmp_path: Path) -> None:
+    import torch
+
+    expected = make("gqa", ("separate", "shared"), tmp_path)
+    values = [
+        run(
+            Group(),
+            expected.path,
+            Case("low_rank", kv_cache, "float64"),
+            expected.prompts,
+            expected.forced,
+        )
+        for kv_cache in CACHES
+    ]
+    for one in values[1:]:
+        assert np.abs(one.decode - values[0].decode).max() < 1e-12
+    assert values[0].decode.dtype == np.float64
+    assert torch.get_default_dtype() == torch.float32
