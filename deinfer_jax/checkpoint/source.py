@@ -169,7 +169,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: expected a model directory or a GGUF file, found nothing")
+        raise FileNotFoundError(
+            f"{path}: expected a model directory or a GGUF file, found nothing "
+            "(models are not downloaded)"
+        )
     if path.is_file():
         return GGUFCheckpoint(_checked_magic(path))
     if (path / UNFINISHED).is_file():

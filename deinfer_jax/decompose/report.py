@@ -222,7 +222,10 @@ class Report:
             f"{_megabytes(dense_size)} MB"
         )
         if self.loss is not None:
-            total += f"; estimated loss {self.loss:.4f} nats a token"
+            total += (
+                f"; estimated loss {self.loss:.4f} nats a token (second order, on the calibration "
+                "text; perplexity tells what is really lost)"
+            )
         steps = [f"{step} {seconds:.1f} s" for step, seconds in self.seconds.items()]
         if self.peak_bytes is not None:
             steps.append(f"peak memory {_megabytes(self.peak_bytes)} MB")

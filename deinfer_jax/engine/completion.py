@@ -62,8 +62,9 @@ class Increment:
     Attributes:
         index: of the prompt.
         sample: of the prompt's ``n``.
-        text: of whole characters only, and nothing that may turn out to be a stop string; so it
-            can be behind the tokens, or be empty.
+        text: of whole characters only (the last one of a continuation that is cut within a
+            character ends in U+FFFD), and nothing that may turn out to be a stop string; so it can
+            be behind the tokens, or be empty.
         token_ids: new tokens.
         logprobs: of the new tokens, where asked for, else None.
         finish_reason: in the last increment, else None; see :class:`Completion`.

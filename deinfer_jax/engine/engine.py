@@ -76,10 +76,10 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        seed: int = 0,
+        seed: int | None = 0,
         n: int = 1,
-        stop: str | Collection[str] = (),
-        stop_token_ids: Collection[int] = (),
+        stop: str | Collection[str] | None = (),
+        stop_token_ids: Collection[int] | None = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
     ) -> int:

@@ -53,10 +53,10 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int | Sequence[int] | np.ndarray = 0,
+    seed: int | Sequence[int] | np.ndarray | None = 0,
     n: int = 1,
-    stop: str | Collection[str] = (),
-    stop_token_ids: Collection[int] = (),
+    stop: str | Collection[str] | None = (),
+    stop_token_ids: Collection[int] | None = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
     stream: bool = False,
@@ -81,8 +81,8 @@ def generate(
         top_k: keep the k most likely tokens; 0 = all.
         top_p: then keep the most likely tokens whose mass reaches p; 1 = all.
         min_p: then keep tokens at least this likely relative to the most likely one; 0 = all.
-        seed: one, or one a prompt. Equal prompts with equal seeds draw differently: they count as
-            samples 0, 1, ….
+        seed: one, or one a prompt; None = others in every call. Equal prompts with equal seeds draw
+            differently: they count as samples 0, 1, ….
         n: samples of each prompt, which is run once.
         stop: strings that end a continuation; the text ends before the one that is complete first,
             also where it spans tokens. Special tokens are not text: name those in

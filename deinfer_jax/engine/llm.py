@@ -45,6 +45,13 @@ class LLM:
         self.runner, self.core = runner, core
         self.max_context = max_context
 
+    def __repr__(self) -> str:
+        model, layout = self.config, self.cache_layout
+        return (
+            f"LLM({model.num_layers} layers of width {model.hidden_size}, {layout.dtype}, "
+            f"max_batch={self.max_batch}, max_context={self.max_context}, {layout.kind} cache)"
+        )
+
     @property
     def max_batch(self) -> int:
         """Sequences that decode together."""

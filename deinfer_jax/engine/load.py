@@ -93,8 +93,8 @@ def load(
         decode_steps: tokens a sequence decodes per dispatch; None = 8 on a GPU, 1 on a CPU.
         prefix_sharing: whether requests with equal beginnings share pages of the cache, also with
             requests that have ended. Shared or not, values are the same up to rounding.
-        implementation: of the kernels (decode attention, latents), ``"reference"`` or
-            ``"mosaic_gpu"``; None = the best that applies.
+        implementation: of the kernels (decode attention, latents): ``"reference"``, the only one so
+            far; None = the best that applies.
         progress: bars for what takes long; None = where stderr is a terminal.
         seed: of random weights.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -24,10 +25,10 @@ class Options(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
-    seed: int | Sequence[int] | np.ndarray
+    seed: int | Sequence[int] | np.ndarray | None
     n: int
-    stop: str | Collection[str]
-    stop_token_ids: Collection[int]
+    stop: str | Collection[str] | None
+    stop_token_ids: Collection[int] | None
     ignore_eos: bool
     logprobs: int | None
     progress: bool | None
@@ -47,8 +48,8 @@ class Parameters:
     top_p: float
     min_p: float
     n: int
-    stop: str | Collection[str]
-    stop_token_ids: Collection[int]
+    stop: str | Collection[str] | None
+    stop_token_ids: Collection[int] | None
     ignore_eos: bool
     logprobs: int | None
 
@@ -83,6 +84,8 @@ class Parameters:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The strings that end a continuation."""
+        if self.stop is None:
+            return ()
         if isinstance(self.stop, str):
             return (self.stop,)
         if not is_list(self.stop) and not isinstance(self.stop, Set):
@@ -111,11 +114,13 @@ class Parameters:
 
 
 def seeds_of(seed: Any, count: int) -> list[int]:
-    """A seed a prompt, from one for all or one each.
+    """A seed a prompt, from one for all or one each; None = another one for each in every call.
 
     Raises:
         ValueError: another number of them, or one that is none.
     """
+    if seed is None:
+        return [secrets.randbits(64) for _ in range(count)]
     seeds = list(seed) if is_list(seed) or isinstance(seed, range) else [seed] * count
     if len(seeds) != count:
         raise ValueError(f"seed: expected one, or one a prompt ({count}), got {len(seeds)}")
@@ -147,6 +152,8 @@ def _is_number(value: object) -> bool:
 
 
 def _stop_ids(stop_token_ids: Any, words: int) -> frozenset[int]:
+    if stop_token_ids is None:
+        return frozenset()
     if not is_list(stop_token_ids) and not isinstance(stop_token_ids, Set | range):
         raise ValueError(f"stop_token_ids: expected token ids, got {stop_token_ids!r}")
     ids = list(stop_token_ids)

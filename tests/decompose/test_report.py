@@ -112,7 +112,7 @@ def test_head_and_totals() -> None:
     parameters, dense = 128 * 8 + 48 * 48 + 128 * 9 + 96 * 5, 2 * 128 * 48
     said = " ".join(text.split())
     assert f"8 linears, 1 left dense; {parameters} of {dense} parameters (40.36%)" in said
-    assert "estimated loss 0.1090 nats a token" in said
+    assert "estimated loss 0.1090 nats a token (second order" in said
     assert text.endswith("statistics 1.2 s, factors 0.5 s, peak memory 3 MB\neverything is small")
 
 

@@ -173,7 +173,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "new tokens None": ([[5]], {"max_new_tokens": None}, "^max_new_tokens: .*got None$"),
     "new tokens beyond 64 bits": ([[5]], {"max_new_tokens": 10**30}, r"^prompt 0: 1 \+ 1000"),
     "seed text": ([[5]], {"seed": "7"}, "^seed: .*got '7' for prompt 0$"),
-    "seed None": ([[5]], {"seed": None}, "^seed: .*got None for prompt 0$"),
+    "seed None among others": ([[5]], {"seed": [None]}, "^seed: .*got None for prompt 0$"),
     "seed fraction": ([[5]], {"seed": 1.0}, "^seed: .*got 1.0 for prompt 0$"),
     "seed set": ([[5]], {"seed": {1}}, r"^seed: .*got \{1\} for prompt 0$"),
     "seed array without axes": (
@@ -207,7 +207,6 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         r"stop_token_ids: expected ids from 0 to 96, got \[-1\]",
     ),
     "stop token above": ([[5]], {"stop_token_ids": [3, 97]}, r"stop_token_ids.*96, got \[97\]"),
-    "stop tokens None": ([[5]], {"stop_token_ids": None}, "^stop_token_ids: .*got None$"),
     "stop tokens number": ([[5]], {"stop_token_ids": 5}, "^stop_token_ids: .*ids, got 5$"),
     "stop tokens text": ([[5]], {"stop_token_ids": "x"}, "^stop_token_ids: .*ids, got 'x'$"),
     "stop tokens bytes": ([[5]], {"stop_token_ids": b"x"}, "^stop_token_ids: .*ids, got b'x'$"),
@@ -268,6 +267,13 @@ class TestBadInput:
         word = plain[0][2]
         found = run(llm, [5, 6], stop_token_ids=kind([word, 96]))
         assert found == [plain[0][: plain[0].index(word) + 1]]
+
+    def test_none_means_nothing_to_stop_at(self, llm: LLM) -> None:
+        assert run(llm, [5, 6], stop=None, stop_token_ids=None) == run(llm, [5, 6])
+
+    def test_seed_none_is_another_one_in_every_call_and_for_every_prompt(self, llm: LLM) -> None:
+        found = [run(llm, [[5, 6]] * 2, temperature=1.0, seed=None) for _ in range(2)]
+        assert len({ids for call in found for ids in call}) == 4
 
     def test_a_range_of_seeds(self, llm: LLM) -> None:
         pair = [[5, 6], [5, 7]]

@@ -186,6 +186,8 @@ class TestStream:
         # nobody can use it again.
         llm = helpers.load()
         expected = run(llm, [7, 8])
+        gc.collect()
+        gc.freeze()  # or each collection would look through all of this process
         increments = stream(llm, [5, 6])
         next(increments)
         cycle = [increments]
@@ -203,9 +205,10 @@ class TestStream:
             del increments, cycle
             thread = threading.Thread(target=lambda: found.append(run(llm, [7, 8])), daemon=True)
             thread.start()
-            thread.join(20)
+            thread.join(120)
         finally:
             gc.enable()
+            gc.unfreeze()
         assert not thread.is_alive(), "deadlock"
         assert found == [expected]
         llm.core.settle()
