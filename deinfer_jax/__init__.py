@@ -23,6 +23,8 @@ from deinfer_jax.engine.load import load as load
 from deinfer_jax.engine.memory import OutOfDeviceMemory as OutOfDeviceMemory
 from deinfer_jax.engine.request import TokenLogprob as TokenLogprob
 from deinfer_jax.engine.runner import RecompilationError as RecompilationError
+from deinfer_jax.evaluate.crosscheck import CrosscheckReport as CrosscheckReport
+from deinfer_jax.evaluate.crosscheck import crosscheck as crosscheck
 from deinfer_jax.evaluate.perplexity import Perplexity as Perplexity
 from deinfer_jax.evaluate.perplexity import perplexity as perplexity
 

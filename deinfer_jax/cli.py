@@ -11,15 +11,23 @@ from typing import Any
 __all__ = ["main"]
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHES = ("auto", "full", "latent", "full+latent")
+MODEL = "a Hugging Face directory or a GGUF file"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status (0 = well, 1 = the request was bad or something is
-    missing)."""
+    missing, 130 = interrupted)."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        print(f"deinfer {args.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
+        print(f"{args.program}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{args.program}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,95 +35,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="deinfer",
         description="Inference for low-rank decomposed (and dense) language models in JAX.",
     )
+    parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    generate = _command(
-        commands,
-        "generate",
-        "continue prompts or answer them",
-        'deinfer generate model.gguf --chat "What is the capital of France?"',
-        _generate,
-    )
-    generate.add_argument("model", help="a Hugging Face directory or a GGUF file")
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
-    generate.add_argument("--chat", action="store_true", help="each prompt is a user's message")
-    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
-    generate.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default)"
-    )
-    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 = all (default)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 = all (default)")
-    generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 = all (default)")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--ignore-eos", action="store_true")
-    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    generate.add_argument("--max-batch", type=int, metavar="B")
-    generate.add_argument("--max-context", type=int, metavar="TOKENS")
-    generate.add_argument(
-        "--kv-cache", choices=("auto", "full", "latent", "full+latent"), default="auto"
-    )
-    generate.add_argument("--cache-bytes", type=int, metavar="BYTES")
-    generate.add_argument("--page-size", type=int, metavar="TOKENS")
-    generate.add_argument("--prefill-chunk", type=int, metavar="TOKENS")
-    generate.add_argument("--decode-steps", type=int, metavar="N", help="tokens a dispatch")
-    generate.add_argument(
-        "--implementation", help="of the kernels (default: the best that applies)"
-    )
-    generate.add_argument("--n", type=int, default=1, metavar="N", help="samples of each prompt")
-    generate.add_argument("--stop", nargs="+", default=(), metavar="TEXT", help="ends the text")
-    generate.add_argument("--stop-token-ids", type=int, nargs="+", default=(), metavar="ID")
-    generate.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: of each token and the K best"
-    )
-    generate.add_argument(
-        "--stream", action="store_true", help="print the text as it comes (one prompt, one sample)"
-    )
-    generate.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt, with token ids and times"
-    )
-
-    decompose = _command(
-        commands,
-        "decompose",
-        "decompose a dense model into low-rank factors",
-        "deinfer decompose model.gguf small --keep 0.6 --calibration a.txt b.txt --plot ranks.png",
-        _decompose,
-    )
-    decompose.add_argument("model", help="a dense Hugging Face directory or GGUF file")
-    decompose.add_argument("destination", help="the directory to make")
-    decompose.add_argument(
-        "--keep", type=float, default=0.6, metavar="FRACTION", help="of the parameters (0.6)"
-    )
-    decompose.add_argument("--method", choices=("fisher", "whitened", "svd"), default="fisher")
-    decompose.add_argument("--allocation", choices=("loss", "uniform"), default="loss")
-    decompose.add_argument(
-        "--ranks", metavar="FILE", help="JSON with ranks by module, in the place of --keep"
-    )
-    decompose.add_argument("--multiple-of", type=int, default=1, metavar="N", help="of all ranks")
-    decompose.add_argument(
-        "--groups",
-        default="shared",
-        metavar="GROUPS",
-        help="shared (default), shared-kv, separate, or names: q,k,v+gate,up",
-    )
-    decompose.add_argument(
-        "--calibration",
-        nargs="+",
-        metavar="TEXT",
-        help="text files (default: the model writes its own)",
-    )
-    decompose.add_argument("--calibration-tokens", type=int, metavar="N", help="8192 if not given")
-    decompose.add_argument(
-        "--label-samples", type=int, default=1, metavar="N", help="of fisher, a window (1)"
-    )
-    decompose.add_argument("--seed", type=int, default=0)
-    decompose.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    decompose.add_argument(
-        "--spectra", metavar="FOLDER", help="keep what was measured, for another --keep"
-    )
-    decompose.add_argument("--plot", metavar="FILE", help="draw the ranks by layer")
-    decompose.add_argument("--json", action="store_true", help="print the report as JSON")
-
+    _add_generate(commands)
+    _add_decompose(commands)
     inspect = _command(
         commands,
         "inspect",
@@ -123,51 +46,11 @@ def _parser() -> argparse.ArgumentParser:
         "deinfer inspect model.gguf",
         _inspect,
     )
-    inspect.add_argument("model", help="a Hugging Face directory or a GGUF file")
-
-    measure = _command(
-        commands,
-        "perplexity",
-        "perplexity of a text file under a model",
-        "deinfer perplexity model.gguf text.txt --window 512 --predictions 4088",
-        _perplexity,
-    )
-    measure.add_argument("model", help="a Hugging Face directory or a GGUF file")
-    measure.add_argument("text", help="a UTF-8 text file")
-    measure.add_argument("--window", type=int, default=1024, metavar="TOKENS")
-    measure.add_argument("--stride", type=int, metavar="TOKENS", help="default: the window")
-    measure.add_argument("--predictions", type=int, metavar="N", help="stop after N (default: all)")
-    measure.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-
-    bench = commands.add_parser("bench", help="measurements").add_subparsers(
-        dest="bench", required=True, metavar="BENCH"
-    )
-    serve = _command(
-        bench,
-        "serve",
-        "throughput and latencies of requests that arrive over time",
-        "deinfer bench serve model.gguf --requests 128 --rate 2",
-        _serve,
-    )
-    serve.add_argument("model", help="a Hugging Face directory or a GGUF file")
-    serve.add_argument("--requests", type=int, default=128, metavar="N")
-    serve.add_argument(
-        "--rate", type=float, default=float("inf"), metavar="R", help="a second (default: at once)"
-    )
-    serve.add_argument(
-        "--prompt-tokens", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST")
-    )
-    serve.add_argument(
-        "--new-tokens", type=int, nargs=2, default=(16, 256), metavar=("LEAST", "MOST")
-    )
-    serve.add_argument("--seed", type=int, default=0)
-    serve.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    serve.add_argument("--max-batch", type=int, metavar="B")
-    serve.add_argument("--cache-bytes", type=int, metavar="BYTES")
-    serve.add_argument("--prefill-chunk", type=int, metavar="TOKENS")
-    serve.add_argument("--decode-steps", type=int, metavar="N", help="tokens a dispatch")
-    serve.add_argument("--out", metavar="FILE", help="a JSON file for the result")
-
+    inspect.add_argument("model", help=MODEL)
+    _add_perplexity(commands)
+    _add_crosscheck(commands)
+    bench = commands.add_parser("bench", help="measurements")
+    _add_serve(bench.add_subparsers(dest="bench", required=True, metavar="BENCH"))
     _command(
         commands,
         "doctor",
@@ -178,13 +61,234 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Version(argparse.Action):
+    """Prints it; the library, with jax, is imported only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import deinfer_jax
+
+        print(f"deinfer-jax {deinfer_jax.__version__}")
+        parser.exit()
+
+
+def _add_generate(commands: Any) -> None:
+    generate = _command(
+        commands,
+        "generate",
+        "continue prompts or answer them",
+        'deinfer generate model.gguf --chat "What is the capital of France?"',
+        _generate,
+    )
+    add = generate.add_argument
+    add("model", help=MODEL)
+    add("prompts", nargs="+", metavar="PROMPT", help="text, continued as it is")
+    add("--chat", action="store_true", help="each prompt is a user's message")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="of each (256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (0)")
+    add("--top-k", type=int, default=0, metavar="K", help="the most likely tokens, 0 = all (0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="their mass, 1 = all (1)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="relative to the first, 0 = all (0)")
+    add("--seed", type=int, default=0, help="of what is drawn (0)")
+    add("--n", type=int, default=1, metavar="N", help="samples of each prompt (1)")
+    add("--ignore-eos", action="store_true", help="go on past the model's own end")
+    add("--stop", action="append", metavar="TEXT", help="ends the text; can be repeated")
+    add(
+        "--stop-token-ids",
+        action="append",
+        type=int,
+        metavar="ID",
+        help="ends a continuation; can be repeated",
+    )
+    add("--logprobs", type=int, metavar="K", help="with --json: of each token and the K best")
+    add("--stream", action="store_true", help="print text as it comes (one prompt, one sample)")
+    add("--json", action="store_true", help="one JSON object a sample, with token ids and times")
+    _add_load_options(generate, "dtype", "max_batch", "max_context", "kv_cache", "cache_bytes")
+    _add_load_options(generate, "page_size", "prefill_chunk", "decode_steps", "implementation")
+
+
+def _add_decompose(commands: Any) -> None:
+    decompose = _command(
+        commands,
+        "decompose",
+        "decompose a dense model into low-rank factors",
+        "deinfer decompose model.gguf small --keep 0.8 --calibration a.txt b.txt --plot ranks.png",
+        _decompose,
+    )
+    add = decompose.add_argument
+    add("model", help="a dense Hugging Face directory or GGUF file")
+    add("destination", help="the directory to make")
+    add("--keep", type=float, default=0.6, metavar="FRACTION", help="of the parameters (0.6)")
+    add(
+        "--method",
+        choices=("fisher", "whitened", "svd"),
+        default="fisher",
+        help="what is lost least: loss (fisher, default), output or weights",
+    )
+    add(
+        "--allocation",
+        choices=("loss", "uniform"),
+        default="loss",
+        help="of ranks: where they save most loss (default), or the same keep everywhere",
+    )
+    add("--ranks", metavar="FILE", help="JSON with ranks by module, in the place of --keep")
+    add("--multiple-of", type=int, default=1, metavar="N", help="of all ranks (1)")
+    add(
+        "--groups",
+        default="shared",
+        metavar="GROUPS",
+        help="shared (default), shared-kv, separate, or names: q,k,v+gate,up",
+    )
+    add("--calibration", nargs="+", metavar="TEXT", help="files (default: the model's own text)")
+    add("--calibration-tokens", type=int, metavar="N", help="8192 if not given")
+    add("--label-samples", type=int, default=1, metavar="N", help="of fisher, a window (1)")
+    add("--seed", type=int, default=0, help="of all that is drawn (0)")
+    add("--dtype", choices=DTYPES, help="of the result (default: the checkpoint's)")
+    add("--spectra", metavar="FOLDER", help="keep what was measured, for another --keep")
+    add("--plot", metavar="FILE", help="draw the ranks by layer")
+    add("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_perplexity(commands: Any) -> None:
+    measure = _command(
+        commands,
+        "perplexity",
+        "perplexity of a text file under a model",
+        "deinfer perplexity model.gguf text.txt --window 512 --predictions 4088",
+        _perplexity,
+    )
+    add = measure.add_argument
+    add("model", help=MODEL)
+    add("text", help="a UTF-8 text file")
+    add("--window", type=int, default=1024, metavar="TOKENS", help="read together (1024)")
+    add("--stride", type=int, metavar="TOKENS", help="default: the window")
+    add("--predictions", type=int, metavar="N", help="stop after N (default: all)")
+    _add_load_options(measure, "dtype", "kv_cache")
+
+
+def _add_serve(benches: Any) -> None:
+    serve = _command(
+        benches,
+        "serve",
+        "throughput and latencies of requests that arrive over time",
+        "deinfer bench serve model.gguf --requests 128 --rate 2",
+        _serve,
+    )
+    add = serve.add_argument
+    add("model", help=MODEL)
+    add("--requests", type=int, default=128, metavar="N", help="how many (128)")
+    add("--rate", type=float, default=float("inf"), metavar="R", help="a second (all at once)")
+    add(
+        "--prompt-tokens",
+        type=int,
+        nargs=2,
+        default=(16, 256),
+        metavar=("LEAST", "MOST"),
+        help="of a request (16 256)",
+    )
+    add(
+        "--new-tokens",
+        type=int,
+        nargs=2,
+        default=(16, 256),
+        metavar=("LEAST", "MOST"),
+        help="of a request (16 256)",
+    )
+    add("--seed", type=int, default=0, help="of the workload (0)")
+    add("--out", metavar="FILE", help="a JSON file for the result")
+    _add_load_options(serve, *SERVE_OPTIONS)
+
+
+SERVE_OPTIONS = ("dtype", "max_batch", "kv_cache", "cache_bytes", "page_size")
+SERVE_OPTIONS += ("prefill_chunk", "decode_steps")
+LOAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "dtype": dict(choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU"),
+    "max_batch": dict(type=int, metavar="B", help="sequences that decode together"),
+    "max_context": dict(type=int, metavar="TOKENS", help="of a sequence, prompt and continuation"),
+    "kv_cache": dict(choices=KV_CACHES, default="auto", help="what is cached of a token (auto)"),
+    "cache_bytes": dict(type=int, metavar="BYTES", help="of the cache"),
+    "page_size": dict(type=int, metavar="TOKENS", help="of the cache: 16, 32, 64 or 128"),
+    "prefill_chunk": dict(type=int, metavar="TOKENS", help="of a prompt, in one step"),
+    "decode_steps": dict(type=int, metavar="N", help="tokens a dispatch"),
+    "implementation": dict(help="of the kernels (default: the best that applies)"),
+}
+
+
+def _add_load_options(command: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        command.add_argument(f"--{name.replace('_', '-')}", **LOAD_OPTIONS[name])
+
+
+def _load_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in LOAD_OPTIONS if hasattr(args, name)}
+
+
+def _add_crosscheck(commands: Any) -> None:
+    check = _command(
+        commands,
+        "crosscheck",
+        "compare with the PyTorch reference, layer by layer; exit status 1 past the tolerance",
+        "deinfer crosscheck small --strategy naive low_rank --kv-cache full latent --ranks 2",
+        _crosscheck,
+    )
+    check.add_argument(
+        "model", nargs="?", help="a Hugging Face directory, dense or decomposed (or --random)"
+    )
+    check.add_argument(
+        "--random",
+        metavar="VARIANT",
+        help="a tiny random model: gqa, mha, mqa, nine-three-heads, tied, biases, gelu, "
+        "rope-linear, rope-llama3, rope-yarn, mistral-window, qwen2, qwen2-windows or qwen3, and "
+        "after a slash how it is decomposed: separate (default), shared, shared-kv, mixed or dense",
+    )
+    check.add_argument(
+        "--strategy",
+        nargs="+",
+        choices=("dense", "naive", "low_rank"),
+        default=("low_rank",),
+        help="of PyTorch, one or several (default: low_rank)",
+    )
+    check.add_argument(
+        "--ranks", type=int, nargs="+", default=(1,), metavar="N", help="PyTorch processes (1)"
+    )
+    check.add_argument(
+        "--kv-cache",
+        nargs="+",
+        choices=("full", "latent", "full+latent"),
+        default=("full",),
+        help="of both sides, one or several (default: full)",
+    )
+    check.add_argument("--dtype", choices=DTYPES, help="of both sides (default: as load has it)")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="default: the one JAX finds")
+    check.add_argument(
+        "--cuda-graphs", choices=("on", "off", "both"), default="off", help="in PyTorch's decode"
+    )
+    check.add_argument(
+        "--perturb",
+        metavar="NAME",
+        help="break one thing in PyTorch, which must be noticed: rope-theta, norm-eps, one-weight, "
+        "slice-offset, head-order, position, page or residual",
+    )
+    check.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
+    check.add_argument(
+        "--no-float64", action="store_true", help="ask no third opinion where float32 is off"
+    )
+    check.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of each process (600)"
+    )
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument("--out", metavar="FILE", help="a JSON file for the report")
+
+
 def _command(
     commands: Any, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name, help=summary, description=summary.capitalize() + ".", epilog=f"example: {example}"
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, program=command.prog)
     return command
 
 
@@ -196,8 +300,6 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = args.prompts
     if args.chat:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    names = "dtype max_batch max_context kv_cache cache_bytes page_size prefill_chunk".split()
-    names += ["decode_steps", "implementation"]
     sampling: Any = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -211,7 +313,7 @@ def _generate(args: argparse.Namespace) -> int:
         "ignore_eos": args.ignore_eos,
         "logprobs": args.logprobs,
     }
-    with deinfer_jax.load(args.model, **{name: getattr(args, name) for name in names}) as llm:
+    with deinfer_jax.load(args.model, **_load_options(args)) as llm:
         if args.stream:
             error = None
             for increment in deinfer_jax.generate(llm, prompts, stream=True, **sampling):
@@ -253,21 +355,20 @@ def _serve(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     import deinfer_jax
+    from deinfer_jax.checkpoint import open_checkpoint
     from deinfer_jax.evaluate.serving import compare, workload
     from deinfer_jax.machine import write_result
 
-    names = ("dtype", "max_batch", "cache_bytes", "prefill_chunk", "decode_steps")
     context = args.prompt_tokens[1] + args.new_tokens[1]
-    options = {name: getattr(args, name) for name in names}
-    with deinfer_jax.load(args.model, max_context=context, **options) as llm:
-        arrivals = workload(
-            llm.config.vocab_size,
-            requests=args.requests,
-            rate=args.rate,
-            prompt_tokens=args.prompt_tokens,
-            new_tokens=args.new_tokens,
-            seed=args.seed,
-        )
+    arrivals = workload(  # before the model is loaded, as it checks its arguments
+        open_checkpoint(Path(args.model)).config.vocab_size,
+        requests=args.requests,
+        rate=args.rate,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        seed=args.seed,
+    )
+    with deinfer_jax.load(args.model, max_context=context, **_load_options(args)) as llm:
         result = compare(llm, arrivals)
     if args.out:
         write_result(Path(args.out), {"model": Path(args.model).name, **result})
@@ -326,8 +427,9 @@ def _perplexity(args: argparse.Namespace) -> int:
 
     text = Path(args.text).read_text(encoding="utf-8")
     # One window at a time: nothing is decoded, so the cache need not hold more.
+    context = max(2, args.window)
     with deinfer_jax.load(
-        args.model, dtype=args.dtype, max_batch=1, max_context=max(2, args.window)
+        args.model, max_batch=1, max_context=context, **_load_options(args)
     ) as llm:
         result = deinfer_jax.perplexity(
             llm, text, window=args.window, stride=args.stride, predictions=args.predictions
@@ -337,6 +439,32 @@ def _perplexity(args: argparse.Namespace) -> int:
         f"predictions in {result.windows} windows of {args.window})"
     )
     return 0
+
+
+def _crosscheck(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import deinfer_jax
+
+    report = deinfer_jax.crosscheck(
+        args.model,
+        random=args.random,
+        strategy=args.strategy,
+        ranks=args.ranks,
+        kv_cache=args.kv_cache,
+        dtype=args.dtype,
+        device=args.device,
+        cuda_graphs={"on": True, "off": False, "both": (False, True)}[args.cuda_graphs],
+        perturb=args.perturb,
+        seed=args.seed,
+        third_opinion=not args.no_float64,
+        timeout=args.timeout,
+    )
+    found = json.dumps(report.to_json(), indent=1)
+    print(found if args.json else report)
+    if args.out:
+        Path(args.out).write_text(found + "\n", encoding="utf-8")
+    return 0 if report.passed else 1
 
 
 def _doctor(args: argparse.Namespace) -> int:

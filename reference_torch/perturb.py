@@ -21,7 +21,7 @@ PERTURBATIONS = {
     "slice-offset": "the first decomposed linear reads its latent one row off",
     "head-order": "the first and the last query head of the last layer are swapped",
     "residual": "the last layer's feed-forward adds nothing",
-    "position": "decoded tokens stand one position too far",
+    "position": "decoded tokens stand one position too early",
     "page": "decoding, the first sequence's first page is the second sequence's",
 }
 
@@ -60,7 +60,7 @@ def perturbed(name: str | None, config: Config, tensors: Tensors) -> tuple[Confi
 
 def step_disturbance(name: str | None) -> Callable[[Step], None] | None:
     """What goes wrong with every decode step's places, if that is what is to be broken."""
-    return {"position": _one_further, "page": _other_page}.get(name or "")
+    return {"position": _one_back, "page": _other_page}.get(name or "")
 
 
 class _Changed:
@@ -92,8 +92,8 @@ def _swap_ends(w: Tensor, width: int) -> Tensor:
     return torch.cat((w[-width:], w[width:-width], w[:width])) if len(w) > width else -w
 
 
-def _one_further(step: Step) -> None:
-    step.start += 1
+def _one_back(step: Step) -> None:
+    step.start -= 1  # the one before is in the cache, so this is never below 0
 
 
 def _other_page(step: Step) -> None:

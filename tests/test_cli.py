@@ -13,7 +13,7 @@ import deinfer_jax
 from deinfer_jax import Completion, Timing, cli
 from tests import tiny
 
-COMMANDS = ("generate", "inspect", "doctor")
+COMMANDS = ("generate", "decompose", "inspect", "perplexity", "crosscheck", "doctor")
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
 
 
@@ -94,7 +94,7 @@ class TestGenerate:
 
         monkeypatch.setattr(deinfer_jax, "generate", spy)
         options = "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 9 --ignore-eos"
-        options += " --stop-token-ids 7 9 --n 2 --stop w3 w4 --logprobs 1"
+        options += " --stop-token-ids 7 --stop-token-ids 9 --n 2 --stop w3 --stop w4 --logprobs 1"
         with pytest.raises(ValueError, match="zip"):  # the spy has no completions to print
             cli._generate(
                 cli._parser().parse_args(
@@ -150,7 +150,7 @@ class TestGenerate:
         self, model: Path, expected, capsys: pytest.CaptureFixture[str]
     ) -> None:
         ids = expected["w7 w8"].token_ids
-        assert generate(model, "w7 w8", "--json", "--stop-token-ids", str(ids[1]), "3") == 0
+        assert generate(model, "w7 w8", "--json", "--stop-token-ids", str(ids[1])) == 0
         record = json.loads(capsys.readouterr().out)
         count = ids.index(ids[1]) + 1
         assert (record["token_ids"], record["finish_reason"]) == (list(ids[:count]), "stop")

@@ -78,12 +78,21 @@ class Llama(nnx.Module):
             The residual stream after the last layer [T, D], and the pools with the tokens' keys and
             values, or their latents, in them.
         """
-        x = self.strategy.embed(tokens, self.embedding)
+        stream, new_pools = self.residual_stream(tokens, pools, view)
+        return stream[-1], new_pools
+
+    def residual_stream(
+        self, tokens: Int32[Array, " T"], pools: Sequence[LayerPool], view: CacheView
+    ) -> tuple[list[Float[Array, "T D"]], list[LayerPool]]:
+        """As a call, with the residual stream after the embedding and after each layer, L + 1 times
+        [T, D]; what a program does not use of it costs it nothing."""
+        stream = [self.strategy.embed(tokens, self.embedding)]
         new_pools = []
         for layer, pool in zip(self.layers, pools, strict=True):
-            x, pool = layer(x, self.rotary, pool, view)
+            x, pool = layer(stream[-1], self.rotary, pool, view)
+            stream.append(x)
             new_pools.append(pool)
-        return x, new_pools
+        return stream, new_pools
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T W"]:
         """Float32 logits of rows of the residual stream."""

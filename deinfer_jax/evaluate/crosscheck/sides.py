@@ -1,0 +1,159 @@
+"""Both sides of a cross-check, asked and compared."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deinfer_jax.config import ModelConfig
+from deinfer_jax.evaluate.crosscheck.compare import Answer, Phase, compare
+from deinfer_jax.evaluate.crosscheck.flags import comparable
+from deinfer_jax.evaluate.crosscheck.job import Job, Tokens
+from deinfer_jax.evaluate.crosscheck.processes import run_side
+from deinfer_jax.evaluate.crosscheck.report import CrosscheckRun, ThirdOpinion
+from deinfer_jax.evaluate.crosscheck.verdict import Tolerance, tolerance
+
+__all__ = ["Choice", "Sides"]
+
+JAX_COMMAND = (sys.executable, "-m", "deinfer_jax.evaluate.crosscheck.jax_side")
+TORCH_COMMAND = (sys.executable, "-m", "reference_torch", "probe")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is the PyTorch side's alone, see ``Job``."""
+
+    strategy: str
+    ranks: int
+    cuda_graphs: bool
+
+
+class Sides:
+    """Asks both sides, a process after the other, and compares what they answer.
+
+    Args:
+        folder: where the jobs are put, each in a folder of its own.
+        job: what all have in common.
+        tokens: of all jobs.
+        config: of the model.
+        timeout: seconds that a process may take.
+        third_opinion: whether to run PyTorch in float64 where float32 is past the limit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: Job,
+        tokens: Tokens,
+        config: ModelConfig,
+        timeout: float,
+        third_opinion: bool,
+    ) -> None:
+        self.folder, self.job, self.tokens, self.config = folder, job, tokens, config
+        self.timeout = timeout
+        self.third_opinion = third_opinion and job.dtype == "float32"
+        self.tolerance: Tolerance = tolerance(job.dtype, config)
+        self._asked = itertools.count()
+
+    def of_cache(self, cache: str, choices: Sequence[Choice], bar: Any) -> list[CrosscheckRun]:
+        """All runs with a cache kind against one JAX run."""
+        job = replace(self.job, kv_cache=cache)
+        ours = self._ask("JAX", JAX_COMMAND, "jax.npz", job)
+        bar.update()
+        exact: Answer | None = None
+        runs = []
+        for choice in choices:
+            theirs = self._ask(
+                "PyTorch",
+                TORCH_COMMAND,
+                "torch.npz",
+                replace(
+                    job,
+                    strategy=choice.strategy,
+                    ranks=choice.ranks,
+                    cuda_graphs=choice.cuda_graphs,
+                ),
+            )
+            run = self._judged(choice, cache, ours, theirs)
+            if self.third_opinion and self._off(run):
+                exact = exact or self._float64(job)
+                run = replace(run, third_opinion=_opinion(ours, theirs, exact))
+            runs.append(run)
+            bar.update()
+        return runs
+
+    def _judged(self, choice: Choice, cache: str, ours: Answer, theirs: Answer) -> CrosscheckRun:
+        problems = [
+            f"{side}: {problem}"
+            for side, answer in (("JAX", ours), ("PyTorch", theirs))
+            for problem in self._problems(answer)
+        ]
+        comparison = None if problems else compare(ours, theirs)
+        if comparison is not None:
+            problems = self.tolerance.exceeded(comparison)
+        return CrosscheckRun(
+            strategy=choice.strategy,
+            ranks=choice.ranks,
+            cuda_graphs=choice.cuda_graphs,
+            kv_cache=cache,
+            comparison=comparison,
+            problems=tuple(problems),
+            third_opinion=None,
+            jax=ours.info,
+            torch=theirs.info,
+        )
+
+    def _off(self, run: CrosscheckRun) -> bool:
+        limit, found = self.tolerance.relative, run.comparison
+        if limit is None or found is None:
+            return False
+        return any(phase.worst_layer.relative > limit for phase in (found.prefill, found.decode))
+
+    def _float64(self, job: Job) -> Answer:
+        exact = replace(job, dtype="float64", strategy="low_rank", ranks=1, perturb=None)
+        answer = self._ask("PyTorch float64", TORCH_COMMAND, "torch.npz", exact)
+        problems = self._problems(answer)
+        if problems:
+            raise RuntimeError(f"the PyTorch side in float64: {problems[0]}")
+        return answer
+
+    def _problems(self, answer: Answer) -> list[str]:
+        config = self.config
+        return answer.problems(
+            self.job,
+            self.tokens,
+            layers=config.num_layers,
+            D=config.hidden_size,
+            W=config.vocab_size,
+        )
+
+    def _ask(self, name: str, command: Sequence[str], result: str, job: Job) -> Answer:
+        folder = self.folder / f"job-{next(self._asked)}"
+        job.write(folder, self.tokens)
+        environment = dict(os.environ)
+        if command is JAX_COMMAND:
+            environment = comparable(environment, device=job.device, dtype=job.dtype)
+        run_side(name, [*command, str(folder)], environment=environment, timeout=self.timeout)
+        try:
+            answer = Answer.read(folder / result)
+        except FileNotFoundError:
+            raise RuntimeError(f"the {name} side ended well, but wrote no {result}") from None
+        shutil.rmtree(folder)  # an answer of a large model is some 100 MB
+        return answer
+
+
+def _opinion(ours: Answer, theirs: Answer, exact: Answer) -> ThirdOpinion:
+    def distances(side: Answer) -> dict[str, Any]:
+        found = {}
+        for name in ("prefill", "decode"):
+            phase = Phase.of(side.phase(name), exact.phase(name))
+            found[name] = (*phase.layers, phase.logits)
+        return found
+
+    return ThirdOpinion(jax=distances(ours), torch=distances(theirs))

@@ -1,0 +1,83 @@
+"""Random models without a checkpoint: each loads and says what its name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deinfer_jax
+from deinfer_jax.checkpoint import open_checkpoint
+from deinfer_jax.evaluate.crosscheck.variants import LAYOUTS, VARIANTS, random_config, write_random
+from tests import tiny
+
+NAMES = sorted(
+    {*(f"{variant}/mixed" for variant in VARIANTS), *(f"biases/{layout}" for layout in LAYOUTS)}
+)
+
+
+def test_there_is_every_variant_of_the_other_tests() -> None:
+    missing = set(tiny.VARIANTS) - set(VARIANTS)
+    assert missing == {"rope-yarn-mscale", "qwen3-biases"}  # combinations of others
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loads_as_it_was_meant(name: str, tmp_path: Path) -> None:
+    config = write_random(name, tmp_path / "model")
+    assert open_checkpoint(tmp_path / "model").config == config == random_config(name)
+    assert "deinfer" not in config.to_hf()  # nothing that only we can read
+    with deinfer_jax.load(tmp_path / "model", max_batch=2) as llm:
+        assert llm.config == config
+
+
+@pytest.mark.parametrize("variant", sorted(set(VARIANTS) & set(tiny.VARIANTS)))
+def test_variant_is_what_transformers_means_by_it(variant: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="tiny.make uses transformers' torch models")
+    tiny.make(variant, tmp_path, num_hidden_layers=3)
+    theirs = open_checkpoint(tmp_path).config
+    assert random_config(f"{variant}/dense") == theirs.replace(dtype="float32")
+
+
+def test_groups_of_the_layouts() -> None:
+    def groups(layout: str) -> list[set[str]]:
+        found = random_config(f"gqa/{layout}").low_rank.groups()
+        return [{module.rpartition(".")[2] for module in members} for members, _ in found]
+
+    assert all(len(group) == 1 for group in groups("separate"))
+    assert {"q_proj", "k_proj", "v_proj"} in groups("shared")
+    assert {"k_proj", "v_proj"} in groups("shared-kv")
+    assert groups("dense") == []
+    assert random_config("gqa") == random_config("gqa/separate")
+    mixed = random_config("gqa/mixed")
+    assert len(mixed.low_rank.slices) < len(mixed.linears())
+
+
+def test_weights_hide_nothing(tmp_path: Path) -> None:
+    write_random("biases/shared", tmp_path / "model", seed=3)
+    tensors = dict(open_checkpoint(tmp_path / "model").tensors())
+    for name, array in tensors.items():
+        if array.ndim == 1:
+            assert array.std() > 0.1, name
+    v = tensors["model.layers.0.self_attn.q_k_v.v.weight"]
+    u = tensors["model.layers.0.self_attn.q_proj.u.weight"]
+    assert (u @ v).std() == pytest.approx(0.15, rel=0.5)
+
+
+def test_follows_the_seed(tmp_path: Path) -> None:
+    found = []
+    for index, seed in enumerate((0, 0, 1)):
+        write_random("gqa", tmp_path / str(index), seed=seed)
+        tensors = dict(open_checkpoint(tmp_path / str(index)).tensors())
+        found.append(tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(found[0], found[1])
+    assert (found[0] != found[2]).any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gqa/", "gqa/other", "gqa/shared/x", ""])
+def test_unknown_names(name: str) -> None:
+    if name == "gqa/":
+        assert random_config(name) == random_config("gqa")
+        return
+    with pytest.raises(ValueError, match=r"expected VARIANT or VARIANT/LAYOUT .*qwen3 .*mixed"):
+        random_config(name)
