@@ -39,15 +39,15 @@ def main(argv: list[str] | None = None) -> int:
     generate.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     generate.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     generate.add_argument("--cuda-graphs", action="store_true")
-    job = commands.add_parser("probe", help="answer a cross-check's job")
-    job.add_argument("folder", type=Path)
+    job = commands.add_parser("probe", help="answer jobs of a cross-check")
+    job.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     commands.add_parser("perturbations", help="what a cross-check can be asked to break")
     args = parser.parse_args(argv)
     try:
         if args.command == "perturbations":
             print("\n".join(f"{name}: {what}" for name, what in PERTURBATIONS.items()))
         elif args.command == "probe":
-            probe(args.folder)
+            probe(args.folders)
         else:
             print(*launch(_generate, args.ranks, args, device=args.device))
     except (ValueError, OSError, RankError) as error:

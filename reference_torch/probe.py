@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,34 @@ from reference_torch.numerics import make_comparable
 from reference_torch.perturb import step_disturbance
 from reference_torch.session import Session, greedy
 
-__all__ = ["probe"]
+__all__ = ["answer", "probe"]
 
 
-def probe(folder: Path) -> None:
-    """Answers the job in ``folder``.
+def probe(folders: Sequence[Path]) -> None:
+    """Answers the jobs in ``folders`` one after the other, in the same processes.
 
     Raises:
-        ValueError: the job or the checkpoint is wrong.
+        ValueError: a job or its checkpoint is wrong, or they are for different ranks or devices.
         RankError: a rank died or hung.
     """
-    job = json.loads((folder / "job.json").read_text())
-    launch(_answer, job["ranks"], folder, job, device=job["device"])
+    jobs = [json.loads((folder / "job.json").read_text()) for folder in folders]
+    places = {(job["ranks"], job["device"]) for job in jobs}
+    if len(places) != 1:
+        raise ValueError(f"probe: expected jobs of the same ranks and device, got {places}")
+    ((ranks, device),) = places
+    launch(_answer_all, ranks, folders, jobs, device=device)
+
+
+def _answer_all(group: Group, folders: Sequence[Path], jobs: Sequence[dict[str, Any]]) -> None:
+    make_comparable()
+    for folder, job in zip(folders, jobs, strict=True):
+        answer(group, folder, job)
 
 
 @torch.inference_mode()
-def _answer(group: Group, folder: Path, job: dict[str, Any]) -> None:
+def answer(group: Group, folder: Path, job: dict[str, Any]) -> None:
+    """Answers a job, as one of its ranks."""
     started = time.perf_counter()
-    make_comparable()
     with np.load(folder / "tokens.npz") as given:
         prompts = [given[f"prompt_{i}"].tolist() for i in range(len(given.files) - 1)]
         forced = torch.from_numpy(given["forced"].astype(np.int64)).to(group.device)
@@ -76,14 +87,15 @@ def _answer(group: Group, folder: Path, job: dict[str, Any]) -> None:
         last = probed.prefill(i, prompt, chunk, residuals)
         found[f"prefill_logits_{i}"] = _numpy(model.logits(last))
         found[f"prefill_hidden_{i}"] = _by_layer(residuals, model.config.layers + 1)
-    group.moved.clear()
     hidden, logits = [], []
+    group.moved.clear()
     for tokens in forced:
         residuals = []
         logits.append(_numpy(probed.decode(tokens, residuals)))
         hidden.append(np.stack([_numpy(x[:, 0]) for x in residuals]))
     moved = {name: count / forced.numel() for name, count in group.moved.items()}
     found |= {"decode_hidden": np.stack(hidden), "decode_logits": np.stack(logits)}
+    del probed
     free = greedy(session(), prompts, job["greedy"], chunk)
     found["greedy_tokens"] = free.tokens.cpu().numpy().astype(np.int32)
     found["greedy_margin"], found["greedy_top"] = _numpy(free.margins), _numpy(free.tops)

@@ -28,7 +28,13 @@ def check(expected: Expected, strategies: tuple[str, ...] = STRATEGIES) -> None:
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_decomposed_variants(variant: str, tmp_path: Path) -> None:
-    check(make(variant, ("shared-kv", "separate"), tmp_path))
+    check(make(variant, ("shared-kv", "separate"), tmp_path), ("low_rank",))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_decomposed_variants_with_the_other_strategies(variant: str, tmp_path: Path) -> None:
+    check(make(variant, ("shared-kv", "separate"), tmp_path), ("naive", "dense"))
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,7 @@ def write_job(folder: Path, expected: Expected, **changes: Any) -> dict[str, Any
 def answer(folder: Path, expected: Expected, **changes: Any) -> dict[str, np.ndarray]:
     """In this process, without starting a rank."""
     job = write_job(folder, expected, **changes)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        probe_module._answer(Group(), folder, job)
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
+    probe_module.answer(Group(), folder, job)
     with np.load(folder / "torch.npz") as found:
         return dict(found)
 
@@ -126,9 +122,20 @@ class TestBroken:
 
 class TestCommand:
     def test_probe(self, expected: Expected, tmp_path: Path) -> None:
-        write_job(tmp_path, expected)
-        assert main(["probe", str(tmp_path)]) == 0
-        assert (tmp_path / "torch.npz").is_file()
+        folders = [tmp_path / "full", tmp_path / "latent"]
+        for folder in folders:
+            write_job(folder, expected, kv_cache=folder.name)
+        assert main(["probe", *map(str, folders)]) == 0
+        assert all((folder / "torch.npz").is_file() for folder in folders)
+
+    def test_jobs_of_different_ranks(
+        self, expected: Expected, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folders = [tmp_path / "1", tmp_path / "2"]
+        for folder in folders:
+            write_job(folder, expected, ranks=int(folder.name))
+        assert main(["probe", *map(str, folders)]) == 1
+        assert "expected jobs of the same ranks and device" in capsys.readouterr().err
 
     def test_generate_on_two_ranks(
         self, expected: Expected, capsys: pytest.CaptureFixture[str]

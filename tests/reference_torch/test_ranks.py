@@ -12,7 +12,7 @@ from tests.reference_torch.cases import Case, Values, run_all
 from tests.reference_torch.conftest import Expected, difference, make
 
 # Ranks that divide neither the 9 query heads nor R nor W; and enough that kv heads have copies.
-RANKS = (2, 3, 4)
+RANKS = (2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (3, 4)))
 MODELS = {
     "nine-three-heads": ("shared-kv", "dense-k-o-down"),
     "qwen3-biases": ("separate", "shared"),

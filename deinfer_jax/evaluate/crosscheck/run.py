@@ -59,9 +59,9 @@ def crosscheck(
     """Compares JAX with the PyTorch reference on the same tokens, layer by layer and at the end, in
     prefill and in decode through the paged cache.
 
-    Each side runs in a process of its own, one after the other, so that each has the device to
-    itself; the JAX side once a cache kind, the PyTorch side once for every combination of
-    ``strategy``, ``ranks``, ``kv_cache`` and ``cuda_graphs``.
+    Each side runs in processes of its own, one after the other, so that each has the device to
+    itself; the JAX side once a cache kind, the PyTorch side for every combination of ``strategy``,
+    ``ranks``, ``kv_cache`` and ``cuda_graphs``.
 
     Args:
         path: a Hugging Face directory, dense or in the canonical form.
@@ -141,7 +141,7 @@ def crosscheck(
         bar = tqdm(
             total=len(caches) * (1 + len(choices)),
             desc="crosscheck",
-            unit="process",
+            unit="run",
             disable=not show_progress(progress),
         )
         with bar:

@@ -35,7 +35,7 @@ class Choice:
 
 
 class Sides:
-    """Asks both sides, a process after the other, and compares what they answer.
+    """Asks both sides, one after the other, and compares what they answer.
 
     Args:
         folder: where the jobs are put, each in a folder of its own.
@@ -64,29 +64,31 @@ class Sides:
     def of_cache(self, cache: str, choices: Sequence[Choice], bar: Any) -> list[CrosscheckRun]:
         """All runs with a cache kind against one JAX run."""
         job = replace(self.job, kv_cache=cache)
-        ours = self._ask("JAX", JAX_COMMAND, "jax.npz", job)
+        (ours,) = self._ask("JAX", JAX_COMMAND, "jax.npz", [job])
         bar.update()
         exact: Answer | None = None
-        runs = []
-        for choice in choices:
-            theirs = self._ask(
-                "PyTorch",
-                TORCH_COMMAND,
-                "torch.npz",
+        runs: dict[Choice, CrosscheckRun] = {}
+        for ranks in dict.fromkeys(choice.ranks for choice in choices):
+            # Starting processes takes longer than a small model, so they answer several jobs.
+            some = [choice for choice in choices if choice.ranks == ranks]
+            jobs = [
                 replace(
                     job,
                     strategy=choice.strategy,
                     ranks=choice.ranks,
                     cuda_graphs=choice.cuda_graphs,
-                ),
-            )
-            run = self._judged(choice, cache, ours, theirs)
-            if self.third_opinion and self._off(run):
-                exact = exact or self._float64(job)
-                run = replace(run, third_opinion=_opinion(ours, theirs, exact))
-            runs.append(run)
-            bar.update()
-        return runs
+                )
+                for choice in some
+            ]
+            answers = self._ask("PyTorch", TORCH_COMMAND, "torch.npz", jobs)
+            for choice, theirs in zip(some, answers, strict=True):
+                run = self._judged(choice, cache, ours, theirs)
+                if self.third_opinion and self._off(run):
+                    exact = exact or self._float64(job)
+                    run = replace(run, third_opinion=_opinion(ours, theirs, exact))
+                runs[choice] = run
+                bar.update()
+        return [runs[choice] for choice in choices]
 
     def _judged(self, choice: Choice, cache: str, ours: Answer, theirs: Answer) -> CrosscheckRun:
         problems = [
@@ -117,7 +119,7 @@ class Sides:
 
     def _float64(self, job: Job) -> Answer:
         exact = replace(job, dtype="float64", strategy="low_rank", ranks=1, perturb=None)
-        answer = self._ask("PyTorch float64", TORCH_COMMAND, "torch.npz", exact)
+        (answer,) = self._ask("PyTorch float64", TORCH_COMMAND, "torch.npz", [exact])
         problems = self._problems(answer)
         if problems:
             raise RuntimeError(f"the PyTorch side in float64: {problems[0]}")
@@ -133,19 +135,27 @@ class Sides:
             W=config.vocab_size,
         )
 
-    def _ask(self, name: str, command: Sequence[str], result: str, job: Job) -> Answer:
-        folder = self.folder / f"job-{next(self._asked)}"
-        job.write(folder, self.tokens)
+    def _ask(
+        self, name: str, command: Sequence[str], result: str, jobs: Sequence[Job]
+    ) -> list[Answer]:
+        """Answers to jobs, of one process."""
+        folders = []
+        for job in jobs:
+            folders.append(self.folder / f"job-{next(self._asked)}")
+            job.write(folders[-1], self.tokens)
         environment = dict(os.environ)
         if command is JAX_COMMAND:
-            environment = comparable(environment, device=job.device, dtype=job.dtype)
-        run_side(name, [*command, str(folder)], environment=environment, timeout=self.timeout)
-        try:
-            answer = Answer.read(folder / result)
-        except FileNotFoundError:
-            raise RuntimeError(f"the {name} side ended well, but wrote no {result}") from None
-        shutil.rmtree(folder)  # an answer of a large model is some 100 MB
-        return answer
+            environment = comparable(environment, device=jobs[0].device, dtype=jobs[0].dtype)
+        whole = [*command, *map(str, folders)]
+        run_side(name, whole, environment=environment, timeout=self.timeout)
+        answers = []
+        for folder in folders:
+            try:
+                answers.append(Answer.read(folder / result))
+            except FileNotFoundError:
+                raise RuntimeError(f"the {name} side ended well, but wrote no {result}") from None
+            shutil.rmtree(folder)  # an answer of a large model is some 100 MB
+        return answers
 
 
 def _opinion(ours: Answer, theirs: Answer, exact: Answer) -> ThirdOpinion:
