@@ -17,14 +17,15 @@ from torch.nn.functional import (
     gelu,
     linear,
     relu,
+    rms_norm,
     scaled_dot_product_attention,
     silu,
 )
 
 from reference_torch.config import Config
 from reference_torch.loading import Loader, Tensors
-from reference_torch.pages import LayerCache, Pages, Pool, Step
-from reference_torch.rope import Rope
+from reference_torch.pages import LayerCache, Pages, Pool, Step, View
+from reference_torch.rope import Rope, Turns
 from reference_torch.strategies import Strategy
 
 __all__ = ["KV_CACHES", "Model"]
@@ -41,21 +42,19 @@ Q, K, V = range(3)
 
 
 class Norm:
-    """RMSNorm over the last axis."""
+    """RMSNorm over the last axis; torch computes it in float32 at least."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * _wide(self.weight)).to(x.dtype)
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention:
     """Norm, q k v, RoPE, attention over the cache, o."""
 
-    def __init__(self, name: str, window: int | None, rope: Rope, load: Loader) -> None:
+    def __init__(self, name: str, window: int | None, load: Loader) -> None:
         config = load.config
         inner, width = f"{name}.self_attn", config.head_dim
         self.norm = Norm(
@@ -74,43 +73,43 @@ class Attention:
         self.q_norm, self.k_norm = (
             None if weight is None else Norm(weight, config.eps) for weight in norms
         )
-        self.rope, self.window, self.width = rope, window, width
+        self.window, self.width = window, width
         # Whether k and v read the same latent, so that one pool serves both.
         slices = [config.slices.get(f"{inner}.{short}_proj") for short in "kv"]
         self.one_latent = slices[0] == slices[1]
 
-    def __call__(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Tensor, view: View, cache: LayerCache) -> Tensor:
         h = self.norm(x)
         z = self.qkv.latents(h)
         q = self._heads(self.qkv.output(Q, h, z))
         if self.q_norm is not None:
             q = self.q_norm(q)
-        q = self.rope.rotate(q, step.positions)
+        q = view.turns.rotate(q)
 
         if cache.latent_keys:
-            step.write(cache.keys.data, self._latent(K, z))
-            keys = cache.keys.rebuilt(step, lambda c, at: self._key(self.qkv.second(K, c), at))
+            view.write(cache.keys, self._latent(K, z))
+            keys = cache.keys.rebuilt(
+                view, lambda c: self._key(self.qkv.second(K, c), view.live_turns)
+            )
         else:
-            step.write(cache.keys.data, self._key(self.qkv.output(K, h, z), step.positions))
-            keys = cache.keys.full(step)
+            view.write(cache.keys, self._key(self.qkv.output(K, h, z), view.turns))
+            keys = cache.keys.full(view)
         if cache.latent_values:
-            step.write(cache.values.data, self._latent(V, z))
-            values = cache.values.rebuilt(step, lambda c, _: self._heads(self.qkv.second(V, c)))
+            view.write(cache.values, self._latent(V, z))
+            values = cache.values.rebuilt(view, lambda c: self._heads(self.qkv.second(V, c)))
         else:
-            step.write(cache.values.data, self._heads(self.qkv.output(V, h, z)))
-            values = cache.values.full(step)
+            view.write(cache.values, self._heads(self.qkv.output(V, h, z)))
+            values = cache.values.full(view)
 
-        out = attend(q, keys, values, step.seen(self.window), self.width**-0.5)
+        out = attend(q, keys, values, view.masks[self.window], self.width**-0.5)
         return self.o(out.flatten(-2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.width))
 
-    def _key(self, k: Tensor, positions: Tensor) -> Tensor:
+    def _key(self, k: Tensor, turns: Turns) -> Tensor:
         k = self._heads(k)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        return self.rope.rotate(k, positions)
+        return turns.rotate(k if self.k_norm is None else self.k_norm(k))
 
     def _latent(self, index: int, z: object) -> Tensor:
         c = self.qkv.latent(index, z)
@@ -118,11 +117,11 @@ class Attention:
         return c
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Grouped-query attention.
 
     Args:
-        q: [B, T, N, H]; keys, values: [B, C, K, H]; seen: [B, T, C].
+        q: [B, T, N, H]; keys, values: [B, C, K, H]; mask: [B, 1, T, C], added to the scores.
 
     Returns:
         [B, T, N, H]. Query heads of one kv head are rows of one product, so K and V are not
@@ -130,12 +129,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) 
     """
     kv_heads, tokens = keys.shape[2], q.shape[1]
     grouped = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, K, N/K, T, H]
-    mask = seen[:, None].expand(-1, grouped.shape[2], -1, -1).flatten(1, 2)  # [B, N/K·T, C]
     out = scaled_dot_product_attention(
         grouped.flatten(2, 3),
         keys.transpose(1, 2),
         values.transpose(1, 2),
-        attn_mask=mask[:, None],
+        attn_mask=mask.expand(-1, grouped.shape[2], -1, -1).flatten(1, 2)[:, None],
         scale=scale,
     )
     return out.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -190,7 +188,7 @@ class Model:
             raise ValueError(f"hidden_act: expected one of {known}, got {config.activation!r}")
         self.config, self.group, self.dtype = config, strategy.group, dtype
         load = Loader(tensors, config, strategy, dtype)
-        rope = Rope(
+        self.rope = Rope(
             config.rope,
             config.head_dim,
             config.max_position,
@@ -200,7 +198,7 @@ class Model:
         )
         self.embedding = load.words("model.embed_tokens.weight")
         self.layers = [
-            (Attention(name, window, rope, load), MLP(name, load))
+            (Attention(name, window, load), MLP(name, load))
             for name, window in (
                 (f"model.layers.{i}", window) for i, window in enumerate(config.windows)
             )
@@ -255,12 +253,13 @@ class Model:
         Returns:
             The residual stream after the last layer [B, T, D].
         """
+        view = View(step, self.rope, self.config.windows, self.dtype)
         x = self._embed(tokens)
         if residuals is not None:
             residuals.append(x)
         for (attention, mlp), cache in zip(self.layers, caches, strict=True):
             self.group.beat()
-            x = x + attention(x, step, cache)
+            x = x + attention(x, view, cache)
             x = x + mlp(x)
             if residuals is not None:
                 residuals.append(x)

@@ -7,13 +7,16 @@ what k's and v's second factors read, before RoPE (*latent*).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["LayerCache", "Pages", "Pool", "Step"]
+from reference_torch.rope import Rope, Turns
+
+__all__ = ["LayerCache", "Pages", "Pool", "Step", "View"]
 
 
 class Pages:
@@ -86,18 +89,50 @@ class Step:
         """[B, T], of the new tokens."""
         return self.start[:, None] + torch.arange(self.tokens, device=self.start.device)
 
-    def seen(self, window: int | None) -> Tensor:
-        """bool [B, T, M·S]: which cached tokens each new one attends to."""
+    @property
+    def live_positions(self) -> Tensor:
+        """[C · S], of the tokens in the live pages."""
+        slots = torch.arange(self.page_size, device=self.start.device)
+        return (self.live_begin[:, None] + slots).flatten()
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[B, 1, T, M·S], what is added to scores: 0 where a new token sees a cached one, else
+        −inf."""
         context = torch.arange(self.table.shape[1] * self.page_size, device=self.start.device)
         positions = self.positions[..., None]
-        seen = context <= positions
-        return seen if window is None else seen & (context > positions - window)
+        hidden = context > positions
+        if window is not None:
+            hidden |= context <= positions - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill(hidden, -torch.inf)[:, None]
 
-    def write(self, pool: Tensor, values: Tensor) -> None:
-        """Puts values [B, T, …] of the new tokens into a pool [P, S, …]."""
-        positions = self.positions
-        page = self.table.gather(1, positions // self.page_size)
-        pool[page, positions % self.page_size] = values
+
+class View:
+    """What all layers of a step have in common, computed once.
+
+    Attributes:
+        turns: of the new tokens.
+        masks: by window.
+    """
+
+    def __init__(
+        self, step: Step, rope: Rope, windows: Iterable[int | None], dtype: torch.dtype
+    ) -> None:
+        positions = step.positions
+        self.step, self._rope = step, rope
+        self.turns = rope.turns(positions)
+        self.masks = {window: step.mask(window, dtype) for window in set(windows)}
+        self._page = step.table.gather(1, positions // step.page_size)
+        self._slot = positions % step.page_size
+
+    @cached_property
+    def live_turns(self) -> Turns:
+        """Of the tokens in the live pages; only latent keys need them."""
+        return self._rope.turns(self.step.live_positions)
+
+    def write(self, pool: Pool, values: Tensor) -> None:
+        """Puts values [B, T, …] of the new tokens into their pages."""
+        pool.data[self._page, self._slot] = values
 
 
 class Pool:
@@ -106,26 +141,29 @@ class Pool:
     def __init__(self, pages: Pages, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data = torch.zeros(pages.count, pages.size, *shape, dtype=dtype, device=device)
 
-    def full(self, step: Step) -> Tensor:
+    def full(self, view: View) -> Tensor:
         """Cached heads of every sequence [B, M·S, K, H]."""
-        return self.data[step.table].flatten(1, 2)
+        return _by_sequence(self.data, view.step.table)
 
-    def rebuilt(self, step: Step, rebuild: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def rebuilt(self, view: View, rebuild: Callable[[Tensor], Tensor]) -> Tensor:
         """The same from latents.
 
-        The pages of the batch are copied side by side into one buffer, *one* product with u
-        rebuilds all of it, and RoPE turns each token by the position that its page begins at.
+        The pages of the batch are copied side by side into one buffer, and *one* product with u
+        rebuilds all of it.
 
         Args:
-            step: with the preparation.
-            rebuild: from latents [C·S, r] and positions [C·S] to heads [C·S, K, H].
+            view: with the preparation.
+            rebuild: from latents [C·S, r] of the live pages to heads [C·S, K, H].
         """
-        compact = self.data.index_select(0, step.live)  # [C, S, r]
-        slots = torch.arange(step.page_size, device=step.live.device)
-        positions = (step.live_begin[:, None] + slots).flatten()
-        heads = rebuild(compact.flatten(0, 1), positions)
-        heads = heads.unflatten(0, compact.shape[:2])  # [C, S, K, H]
-        return heads[step.live_table].flatten(1, 2)
+        compact = self.data.index_select(0, view.step.live)  # [C, S, r]
+        heads = rebuild(compact.flatten(0, 1)).unflatten(0, compact.shape[:2])  # [C, S, K, H]
+        return _by_sequence(heads, view.step.live_table)
+
+
+def _by_sequence(pages: Tensor, table: Tensor) -> Tensor:
+    """Pages [P, S, K, H] in the order of a table [B, M]: [B, M·S, K, H]."""
+    found = pages.index_select(0, table.flatten())
+    return found.unflatten(0, table.shape).flatten(1, 2)
 
 
 @dataclass

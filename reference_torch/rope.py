@@ -4,12 +4,12 @@ position · θ^(−2j/H)."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Rope"]
+__all__ = ["Rope", "Turns"]
 
 
 class Rope:
@@ -45,13 +45,23 @@ class Rope:
             frequencies = frequencies / torch.tensor(parameters["divisors"], dtype=torch.float64)
         self.frequencies = frequencies.to(dtype).to(device)  # [H/2]
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [..., heads, H] turned by positions [...]."""
+    def turns(self, positions: Tensor) -> Turns:
+        """How far positions [...] turn a head."""
         angles = positions[..., None, None].to(self.frequencies.dtype) * self.frequencies
         cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
-        first, second = x.to(angles.dtype).chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.to(x.dtype)
+        return Turns(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
+
+class Turns(NamedTuple):
+    """Cosines and signed sines [..., 1, H] of some positions, in float32 or float64."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [..., heads, H] turned: (a, b) becomes (a cos − b sin, b cos + a sin)."""
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return (x * self.cos + swapped * self.sin).to(x.dtype)
 
 
 def _plain(theta: float, head_dim: int) -> Tensor:
