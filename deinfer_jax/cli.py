@@ -240,7 +240,8 @@ def _add_crosscheck(commands: Any) -> None:
         "--random",
         metavar="VARIANT",
         help="a tiny random model: gqa, mha, mqa, nine-three-heads, tied, biases, gelu, "
-        "rope-linear, rope-llama3, rope-yarn, mistral-window, qwen2, qwen2-windows or qwen3, and "
+        "rope-linear, rope-llama3, rope-yarn, rope-dynamic, rope-dynamic-longer, rope-divisors, "
+        "mistral-window, mixed-windows, qwen2, qwen2-windows or qwen3, and "
         "after a slash how it is decomposed: separate (default), shared, shared-kv, mixed or dense",
     )
     check.add_argument(
@@ -442,10 +443,13 @@ def _perplexity(args: argparse.Namespace) -> int:
 
 
 def _crosscheck(args: argparse.Namespace) -> int:
+    import signal
     from pathlib import Path
 
     import deinfer_jax
 
+    # What ends this process has to end the sides, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = deinfer_jax.crosscheck(
         args.model,
         random=args.random,

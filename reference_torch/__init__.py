@@ -11,8 +11,8 @@ To be read in this order:
     model.py        the Llama family
     strategies.py, shares.py, group.py      who has which part; the collectives
     session.py      prefill, decode, CUDA graphs, greedy continuations
-    load.py, config.py, checkpoint.py, loading.py, rope.py
-    launch.py       ranks as processes, watched
+    opening.py, config.py, checkpoint.py, loading.py, rope.py
+    ranks.py        ranks as processes, watched
     probe.py, perturb.py, numerics.py       the other half of a cross-check
 
 From Python::
@@ -30,10 +30,10 @@ From the command line: ``python -m reference_torch generate PATH 1 5 9 --ranks 2
 """
 
 from reference_torch.group import Group as Group
-from reference_torch.launch import RankError as RankError
-from reference_torch.launch import launch as launch
-from reference_torch.load import load as load
 from reference_torch.model import Model as Model
 from reference_torch.numerics import make_comparable as make_comparable
+from reference_torch.opening import load as load
+from reference_torch.ranks import RankError as RankError
+from reference_torch.ranks import launch as launch
 from reference_torch.session import Session as Session
 from reference_torch.session import greedy as greedy

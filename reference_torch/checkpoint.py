@@ -45,8 +45,11 @@ class Checkpoint:
         """
         if name not in self._files:
             raise ValueError(f"{self.directory}: expected a tensor {name}, found none")
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor = file.get_tensor(name)
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{name}: cannot be read from {self._files[name]} ({error})") from None
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
         if not tensor.is_floating_point():
@@ -58,8 +61,10 @@ class Checkpoint:
 
     def check_all_read(self) -> None:
         """Raises ValueError if there are tensors that nobody asked for: the model would not be what
-        the checkpoint says."""
-        left = sorted(self._files.keys() - self._read)
+        the checkpoint says. Two kinds are known to say nothing: a tied model's copy of its
+        embedding, and RoPE's frequencies."""
+        idle = {name for name in self._files if name.endswith("rotary_emb.inv_freq")}
+        left = sorted(self._files.keys() - self._read - idle - {"lm_head.weight"})
         if left:
             raise ValueError(f"{self.directory}: no use for the tensors {', '.join(left[:5])}")
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 from reference_torch.group import Group
-from reference_torch.launch import RankError, launch
-from reference_torch.load import load
 from reference_torch.model import KV_CACHES
 from reference_torch.numerics import DTYPES
+from reference_torch.opening import load
 from reference_torch.perturb import PERTURBATIONS
 from reference_torch.probe import probe
+from reference_torch.ranks import RankError, launch
 from reference_torch.session import Session, greedy
 from reference_torch.strategies import STRATEGIES
 
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     job.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     commands.add_parser("perturbations", help="what a cross-check can be asked to break")
     args = parser.parse_args(argv)
+    # Else what ends this process would leave its ranks and folders behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if args.command == "perturbations":
             print("\n".join(f"{name}: {what}" for name, what in PERTURBATIONS.items()))

@@ -15,6 +15,28 @@ from typing import Any, NamedTuple
 __all__ = ["Config", "Slice", "read_config"]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# What transformers assumes where config.json is silent, apart from what all have in common.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+}
 
 
 class Slice(NamedTuple):
@@ -71,17 +93,18 @@ def read_config(directory: Path) -> Config:
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {family}")
+    fields = DEFAULTS[family] | {name: value for name, value in fields.items() if value is not None}
     own = fields.get("deinfer") or {}
     try:
         heads = fields["num_attention_heads"]
-        return Config(
+        config = Config(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["hidden_size"],
             intermediate_size=fields["intermediate_size"],
             layers=fields["num_hidden_layers"],
             heads=heads,
-            kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            kv_heads=fields.get("num_key_value_heads", heads),
+            head_dim=fields.get("head_dim", fields["hidden_size"] // heads),
             activation=fields.get("hidden_act", "silu"),
             eps=fields.get("rms_norm_eps", 1e-6),
             tied=fields.get("tie_word_embeddings", False),
@@ -93,6 +116,21 @@ def read_config(directory: Path) -> Config:
         )
     except KeyError as error:
         raise ValueError(f"{path}: expected the field {error}, found none") from None
+    if config.heads % config.kv_heads:
+        raise ValueError(
+            f"{path}: expected query heads that are a multiple of kv heads, got {config.heads} and "
+            f"{config.kv_heads}"
+        )
+    if len(config.windows) != config.layers:
+        raise ValueError(
+            f"{path}: expected a window for each of {config.layers} layers, got "
+            f"{len(config.windows)}"
+        )
+    if fields.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{path}: partial_rotary_factor: expected 1, got {fields['partial_rotary_factor']}"
+        )
+    return config
 
 
 def _windows(family: str, fields: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -119,6 +157,9 @@ def _rope(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
+    if rope["rope_type"] == "dynamic":
+        # transformers takes max_position_embeddings, whatever else is written.
+        rope.pop("original_max_position_embeddings", None)
     return rope
 
 

@@ -13,7 +13,7 @@ __all__ = ["Group", "LostContact"]
 
 
 class LostContact(RuntimeError):
-    """A collective failed: another rank is gone."""
+    """A collective failed, mostly because another rank is gone."""
 
 
 class Group:
@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         moved: elements of the collectives so far, by name: of an all-reduce the sum's, of an
-            all-gather the result's.
+            all-gather the result's. calls: how many there were.
     """
 
     def __init__(
@@ -39,27 +39,33 @@ class Group:
         self.rank, self.size, self.beat = rank, size, beat
         self.device = torch.device(device)
         self.moved: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks of x [..., n]."""
+        """The sum over ranks of x [..., n], which may be overwritten with it."""
+        self.beat()
         if self.size == 1:
             return x
-        self.moved["all_reduce"] += x.numel()
+        self._count("all_reduce", x.numel())
         x = x.contiguous()
         self._wait_for(lambda: dist.all_reduce(x))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The parts x [..., n] of all ranks side by side [..., size · n]."""
+        self.beat()
         if self.size == 1:
             return x
-        self.moved["all_gather"] += x.numel() * self.size
+        self._count("all_gather", x.numel() * self.size)
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])  # one after the other on axis 0
         self._wait_for(lambda: dist.all_gather_into_tensor(parts, x.contiguous()))
         return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
+    def _count(self, name: str, elements: int) -> None:
+        self.moved[name] += elements
+        self.calls[name] += 1
+
     def _wait_for(self, collective: Callable[[], object]) -> None:
-        self.beat()
         try:
             collective()
         except RuntimeError as error:

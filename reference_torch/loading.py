@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -63,31 +62,36 @@ class Loader:
         Args:
             outputs: by full name, the whole width and this rank's part of it.
         """
+        factors: dict[str, Tensor] = {}  # read once, also those that several share
         projections = [
-            self._projection(name, width, in_features) for name, (width, _) in outputs.items()
+            self._projection(name, width, in_features, factors)
+            for name, (width, _) in outputs.items()
         ]
         return self.strategy.expand(projections, [share for _, share in outputs.values()])
 
     def contract(self, name: str, in_features: int, share: Share) -> Contract:
         """The projection that writes the residual; ``share`` is this rank's part of its input."""
-        projection = self._projection(name, self.config.hidden_size, in_features)
+        projection = self._projection(name, self.config.hidden_size, in_features, {})
         return self.strategy.contract(projection, share)
 
     def words(self, name: str) -> Tensor:
         """This rank's rows of a table [W, D], padded so that all ranks have as many."""
         group, config = self.strategy.group, self.config
+        group.beat()
         share = share_range(config.vocab_size, group.size, group.rank)
         whole = self.tensors.read(name, config.vocab_size, config.hidden_size)
         return share.of(whole, axis=0).to(self.device, self.dtype)
 
-    def _projection(self, name: str, out: int, into: int) -> Projection:
+    def _projection(self, name: str, out: int, into: int, factors: dict[str, Tensor]) -> Projection:
         piece = self.config.slices.get(name)
         if piece is None:
             w = self.tensor(f"{name}.weight", out, into)
             return Projection(w=w, bias=self.optional(f"{name}.bias", out))
-        projection = Projection(
+        if piece.v not in factors:
+            factors[piece.v] = self.tensor(piece.v, self._rows[piece.v], into)
+        return Projection(
             u=self.tensor(f"{name}.u.weight", out, piece.rank),
-            v=self.tensor(piece.v, self._rows[piece.v], into),
+            v=factors[piece.v],
             slice=piece,
+            bias=self.optional(f"{name}.u.bias", out),
         )
-        return replace(projection, bias=self.optional(f"{name}.u.bias", out))

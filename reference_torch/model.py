@@ -95,7 +95,8 @@ class Attention:
             view.write(cache.keys, self._key(self.qkv.output(K, h, z), view.turns))
             keys = cache.keys.full(view)
         if cache.latent_values:
-            view.write(cache.values, self._latent(V, z))
+            if cache.values is not cache.keys:  # else it is there already
+                view.write(cache.values, self._latent(V, z))
             values = cache.values.rebuilt(view, lambda c: self._heads(self.qkv.second(V, c)))
         else:
             view.write(cache.values, self._heads(self.qkv.output(V, h, z)))
@@ -267,6 +268,7 @@ class Model:
 
     def logits(self, x: Tensor) -> Tensor:
         """Of the next token [..., W], in float32 or float64."""
+        self.group.beat()
         h, table = self.norm(x), self.head
         if h.is_cuda and h.dtype in (torch.bfloat16, torch.float16):
             # The sums of a product of bfloat16 as they are, not rounded to bfloat16.

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["DTYPES", "make_comparable"]
+__all__ = ["DTYPES", "attention_kernels", "make_comparable"]
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+@contextmanager
+def attention_kernels(dtype: torch.dtype) -> Iterator[None]:
+    """In float32 and float64, attention by plain products and a softmax: fused kernels on a GPU may
+    cut float32 into pieces of TensorFloat-32. In half precision whatever torch takes."""
+    if dtype in (torch.float32, torch.float64):
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    else:
+        yield
 
 
 def make_comparable() -> None:

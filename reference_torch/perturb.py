@@ -15,11 +15,11 @@ from reference_torch.pages import Step
 __all__ = ["PERTURBATIONS", "perturbed", "step_disturbance"]
 
 PERTURBATIONS = {
-    "rope-theta": "RoPE's base is 1 % too large",
-    "norm-eps": "the norms' epsilon is ten times what it should be",
+    "rope-theta": "RoPE's base is four times what it should be",
+    "norm-eps": "the norms' epsilon is a thousand times what it should be",
     "one-weight": "the largest weight of the first layer's down projection has the wrong sign",
     "slice-offset": "the first decomposed linear reads its latent one row off",
-    "head-order": "the first and the last query head of the last layer are swapped",
+    "head-order": "the first and the last query head of the last layer have each other's weights",
     "residual": "the last layer's feed-forward adds nothing",
     "position": "decoded tokens stand one position too early",
     "page": "decoding, the first sequence's first page is the second sequence's",
@@ -37,18 +37,19 @@ def perturbed(name: str | None, config: Config, tensors: Tensors) -> tuple[Confi
     last = f"model.layers.{config.layers - 1}"
     first_down = "model.layers.0.mlp.down_proj"
     if name == "rope-theta":
-        rope = {**config.rope, "rope_theta": config.rope["rope_theta"] * 1.01}
+        rope = {**config.rope, "rope_theta": config.rope["rope_theta"] * 4}
         config = replace(config, rope=rope)
     elif name == "norm-eps":
-        config = replace(config, eps=10 * config.eps)
+        config = replace(config, eps=1000 * config.eps)
     elif name == "one-weight":
         tensors = _Changed(tensors, _last_factor(first_down, config), _negate_largest)
     elif name == "slice-offset":
         if not config.slices:
             raise ValueError("perturb: slice-offset needs a decomposed model, this one is dense")
         module, piece = next(iter(config.slices.items()))
+        if piece.rank < 2:
+            raise ValueError(f"perturb: slice-offset needs a rank above 1, {module} has 1")
         tensors = _Changed(tensors, f"{module}.u.weight", lambda u: u.roll(1, dims=1))
-        assert piece.rank > 1, "a latent of one element has no other row"
     elif name == "head-order":
         width = config.head_dim
         query = _last_factor(f"{last}.self_attn.q_proj", config)
@@ -93,10 +94,11 @@ def _swap_ends(w: Tensor, width: int) -> Tensor:
 
 
 def _one_back(step: Step) -> None:
-    step.start -= 1  # the one before is in the cache, so this is never below 0
+    step.start -= 1
 
 
 def _other_page(step: Step) -> None:
-    assert step.table.shape[0] > 1, "there is no second sequence"
+    if step.table.shape[0] < 2:
+        raise ValueError("perturb: page needs two sequences, got one")
     step.table[0, 0] = step.table[1, 0]
     step.live_table[0, 0] = step.live_table[1, 0]

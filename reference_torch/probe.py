@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from reference_torch.group import Group
-from reference_torch.launch import launch
-from reference_torch.load import load
-from reference_torch.numerics import make_comparable
+from reference_torch.numerics import DTYPES, attention_kernels, make_comparable
+from reference_torch.opening import load
 from reference_torch.perturb import step_disturbance
+from reference_torch.ranks import launch
 from reference_torch.session import Session, greedy
 
 __all__ = ["answer", "probe"]
@@ -56,6 +56,20 @@ def _answer_all(group: Group, folders: Sequence[Path], jobs: Sequence[dict[str, 
 def answer(group: Group, folder: Path, job: dict[str, Any]) -> None:
     """Answers a job, as one of its ranks."""
     started = time.perf_counter()
+    with attention_kernels(DTYPES[job["dtype"]]):
+        found = _values(group, folder, job)
+    if group.rank == 0:
+        info = {
+            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+            "device": torch.cuda.get_device_name() if group.device.type == "cuda" else "cpu",
+            "seconds": time.perf_counter() - started,
+            "kv_cache": job["kv_cache"],
+            "elements_a_decoded_token": found.pop("moved"),
+        }
+        np.savez(folder / "torch.npz", info=json.dumps(info), **found)
+
+
+def _values(group: Group, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     with np.load(folder / "tokens.npz") as given:
         prompts = [given[f"prompt_{i}"].tolist() for i in range(len(given.files) - 1)]
         forced = torch.from_numpy(given["forced"].astype(np.int64)).to(group.device)
@@ -93,21 +107,13 @@ def answer(group: Group, folder: Path, job: dict[str, Any]) -> None:
         residuals = []
         logits.append(_numpy(probed.decode(tokens, residuals)))
         hidden.append(np.stack([_numpy(x[:, 0]) for x in residuals]))
-    moved = {name: count / forced.numel() for name, count in group.moved.items()}
+    found["moved"] = {name: count / forced.numel() for name, count in group.moved.items()}
     found |= {"decode_hidden": np.stack(hidden), "decode_logits": np.stack(logits)}
     del probed
     free = greedy(session(), prompts, job["greedy"], chunk)
     found["greedy_tokens"] = free.tokens.cpu().numpy().astype(np.int32)
     found["greedy_margin"], found["greedy_top"] = _numpy(free.margins), _numpy(free.tops)
-    if group.rank == 0:
-        info = {
-            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-            "device": torch.cuda.get_device_name() if group.device.type == "cuda" else "cpu",
-            "seconds": time.perf_counter() - started,
-            "kv_cache": job["kv_cache"],
-            "elements_a_decoded_token": moved,
-        }
-        np.savez(folder / "torch.npz", info=json.dumps(info), **found)
+    return found
 
 
 def _numpy(x: Tensor) -> np.ndarray:

@@ -39,6 +39,9 @@ class Rope:
         kind = parameters["rope_type"]
         if kind not in _KINDS:
             raise ValueError(f"rope_type: expected one of {', '.join(_KINDS)}, got {kind!r}")
+        missing = [name for name in _NEEDED.get(kind, ()) if parameters.get(name) is None]
+        if missing:
+            raise ValueError(f"rope_type {kind!r}: expected {', '.join(missing)}, got none")
         context = {"max_position": max_position, "max_context": max_context}
         frequencies, self.magnitude = _KINDS[kind](parameters, head_dim, context)
         if parameters.get("divisors") is not None:
@@ -78,7 +81,8 @@ def _linear(rope: dict[str, Any], head_dim: int, _: dict[str, int]) -> tuple[Ten
 
 def _dynamic(rope: dict[str, Any], head_dim: int, context: dict[str, int]) -> tuple[Tensor, float]:
     """NTK-aware: a longer context has a larger θ."""
-    made_for, factor = context["max_position"], rope["factor"]
+    made_for = rope.get("original_max_position_embeddings") or context["max_position"]
+    factor = rope["factor"]
     longer = max(context["max_context"], made_for) / made_for
     stretch = (factor * longer - (factor - 1)) ** (head_dim / (head_dim - 2))
     return _plain(rope["rope_theta"] * stretch, head_dim), 1.0
@@ -123,6 +127,16 @@ def _yarn(rope: dict[str, Any], head_dim: int, context: dict[str, int]) -> tuple
     return frequencies, magnitude(1)
 
 
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 _KINDS = {
     "default": _default,
     "linear": _linear,

@@ -27,13 +27,13 @@ class Session:
         cuda_graphs: whether the decode step is recorded once and replayed. Its tables then span the
             whole context from the start.
         seed: of the order in which pages are handed out.
-        disturb: changes every decode step's places, to break them on purpose.
+        disturb: changes the places of decode steps, to break them on purpose.
 
     Attributes:
         lengths: tokens of each sequence in the cache.
 
     Raises:
-        ValueError: CUDA graphs without a GPU.
+        ValueError: CUDA graphs without a GPU, or a size below 1.
     """
 
     def __init__(
@@ -51,6 +51,9 @@ class Session:
         self.model, self.device = model, model.group.device
         if cuda_graphs and self.device.type != "cuda":
             raise ValueError(f"cuda_graphs: expected a CUDA device, got {self.device}")
+        for name, value in (("batch", batch), ("context", context), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
         self.context, self.disturb = context, disturb
         self.pages = Pages(batch, context, page_size, seed)
         self.caches = model.cache(self.pages, kv_cache)
@@ -73,6 +76,19 @@ class Session:
         Returns:
             The residual stream after the last layer [P, D].
         """
+        if not tokens:
+            raise ValueError(f"sequence {row}: expected at least one token, got none")
+        if chunk < 1:
+            raise ValueError(f"chunk: expected at least 1 token, got {chunk}")
+        if not 0 <= row < len(self.lengths):
+            raise ValueError(f"row: expected 0 to {len(self.lengths) - 1}, got {row}")
+        words = self.model.config.vocab_size
+        bad = [token for token in tokens if not 0 <= token < words]
+        if bad:
+            raise ValueError(f"sequence {row}: expected ids from 0 to {words - 1}, got {bad[:10]}")
+        if self._graph is not None and self._step is not None:
+            raise ValueError("expected no prompt once a CUDA graph has been recorded, got one")
+        self._step = None
         self._check_room([row], len(tokens))
         found = []
         for first in range(0, len(tokens), chunk):
@@ -88,7 +104,7 @@ class Session:
         """Appends a token to every sequence.
 
         Args:
-            tokens: int64 [B].
+            tokens: int64 [B], ids of the vocabulary.
             residuals: gets the residual stream [B, 1, D] after the embedding and each layer.
 
         Returns:
@@ -102,20 +118,19 @@ class Session:
         else:
             logits = self._graph.run(self.model, tokens, step, self.caches, residuals)
         self.lengths = [length + 1 for length in self.lengths]
+        step.start.add_(1)
         return logits
 
     def _decode_step(self) -> Step:
-        """The step for the sequences as they are. The pages of a sequence never change, so only
-        ``start`` does from one step to the next, until one more page is looked at."""
+        """The step for the sequences as they are. Their pages never change, so from one decode to
+        the next only ``start`` does, on the device, until one more page is looked at."""
         span = self.context if self._graph is not None else max(self.lengths) + 1
-        starts = torch.tensor(self.lengths, device=self.device)
-        entries = -(-span // self.pages.size)
-        if self._step is None or self._step.table.shape[1] != entries:
+        if self._step is None or self._step.table.shape[1] != -(-span // self.pages.size):
             rows = list(range(len(self.lengths)))
-            self._step = self.pages.step(rows, self.lengths, 1, span, self.device)
-        self._step.start.copy_(starts)
-        if self.disturb is not None:
-            self.disturb(self._step)
+            fresh = self.pages.step(rows, self.lengths, 1, span, self.device)
+            if self.disturb is not None:
+                self.disturb(fresh)
+            self._step = fresh
         return self._step
 
     def _check_room(self, rows: Sequence[int], count: int) -> None:
@@ -149,6 +164,8 @@ class _Graph:
         assert self._graph is not None
         self._graph.replay()
         model.group.beat()
+        model.group.moved.update(self._moved)
+        model.group.calls.update(self._calls)
         if residuals is not None:
             residuals += [x.clone() for x in self._residuals]
         return self._logits
@@ -159,6 +176,7 @@ class _Graph:
             x = model(self._tokens[:, None], step, caches, self._residuals)
             return model.logits(x[:, 0])
 
+        begin = model.group.moved.copy(), model.group.calls.copy()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -166,8 +184,13 @@ class _Graph:
                 run()
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
+        # What is recorded runs nothing yet, and what is replayed counts nothing.
+        group = model.group
+        before = group.moved.copy(), group.calls.copy()
         with torch.cuda.graph(self._graph):
             self._logits = run()
+        self._moved, self._calls = group.moved - before[0], group.calls - before[1]
+        group.moved, group.calls = begin
 
 
 class Greedy(NamedTuple):
@@ -185,7 +208,18 @@ class Greedy(NamedTuple):
 
 @torch.inference_mode()
 def greedy(session: Session, prompts: Sequence[Sequence[int]], count: int, chunk: int) -> Greedy:
-    """Continues prompts by ``count`` tokens each, through an empty session's cache."""
+    """Continues prompts by ``count`` tokens each, through an empty session's cache.
+
+    Raises:
+        ValueError: not a prompt for every sequence, no tokens wanted, or the session has been used.
+    """
+    if len(prompts) != len(session.lengths) or any(session.lengths):
+        raise ValueError(
+            f"expected prompts for {len(session.lengths)} empty sequences, got {len(prompts)} for "
+            f"lengths {session.lengths}"
+        )
+    if count < 1:
+        raise ValueError(f"count: expected at least 1 token, got {count}")
     lasts = [session.prefill(row, prompt, chunk)[-1] for row, prompt in enumerate(prompts)]
     logits = session.model.logits(torch.stack(lasts))
     found = []

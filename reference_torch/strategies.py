@@ -82,11 +82,15 @@ class Dense(Strategy):
 
     def expand(self, projections: Sequence[Projection], shares: Sequence[Share]) -> Expand:
         """As above."""
-        return super().expand([p.multiplied_out() for p in projections], shares)
+        return super().expand([self._multiplied_out(p) for p in projections], shares)
 
     def contract(self, projection: Projection, share: Share) -> Contract:
         """As above."""
-        return super().contract(projection.multiplied_out(), share)
+        return super().contract(self._multiplied_out(projection), share)
+
+    def _multiplied_out(self, projection: Projection) -> Projection:
+        self.group.beat()
+        return projection.multiplied_out()
 
 
 class Naive(Strategy):

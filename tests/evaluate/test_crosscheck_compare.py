@@ -245,14 +245,27 @@ class TestVerdict:
             "1.00e-03 there"
         )
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_half(self, dtype: str) -> None:
+    def test_float32_looks_at_every_position(self) -> None:
+        found = self.found()
+        logits = replace(found.decode.logits, worst=2e-4)
+        found = replace(found, decode=replace(found.decode, logits=logits))
+        (problem,) = tolerance("float32", CONFIG).exceeded(found)
+        assert problem == (
+            "decode, logits: expected a relative norm of at most 1e-04 at every position, got "
+            "2.00e-04"
+        )
+
+    @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+    def test_half(self, dtype: str, bits: int) -> None:
         allowed = tolerance(dtype, CONFIG)
-        assert allowed.exceeded(self.found(relative=0.1, kl=1e-3)) == []
-        (problem,) = allowed.exceeded(self.found(kl=2e-3))
-        assert problem == ("decode: expected a KL divergence of at most 1e-03 (mean), got 2.00e-03")
-        assert len(allowed.exceeded(self.found(kl=2e-2))) == 2  # the 99th percentile, too
-        margin = 4 * 2**-8 * 5.0
+        limit = 1e-3 * 4.0 ** (8 - bits)
+        assert allowed.exceeded(self.found(relative=0.1, kl=limit)) == []
+        (problem,) = allowed.exceeded(self.found(kl=2 * limit))
+        assert problem.startswith(
+            f"decode: expected a KL divergence of at most {limit:.0e} (mean), got"
+        )
+        assert len(allowed.exceeded(self.found(kl=20 * limit))) == 2  # the 99th percentile, too
+        margin = 4 * 2**-bits * 5.0
         assert allowed.exceeded(self.found(margin=margin, top=5.0)) == []
         assert len(allowed.exceeded(self.found(margin=1.01 * margin, top=5.0))) == 1
 

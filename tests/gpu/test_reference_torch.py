@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from reference_torch.launch import launch
+from reference_torch.ranks import launch
 from tests.reference_torch.cases import Case, run_all
 from tests.reference_torch.conftest import difference, make
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reference_torch.group import Group
-from reference_torch.load import load
+from reference_torch.opening import load
 from reference_torch.session import Session
 
 CONTEXT = 96
@@ -27,11 +27,13 @@ class Case(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Logits [P, W] of each prompt and [n, B, W] of decoding, and elements moved while decoding."""
+    """Logits [P, W] of each prompt and [n, B, W] of decoding, and what the collectives of decoding
+    moved, and how many there were."""
 
     prefill: list[np.ndarray]
     decode: np.ndarray
     moved: dict[str, int]
+    calls: dict[str, int]
 
 
 def run(
@@ -51,11 +53,12 @@ def run(
             for row, prompt in enumerate(prompts)
         ]
         group.moved.clear()
+        group.calls.clear()
         decode = [
             session.decode(torch.from_numpy(tokens.astype(np.int64)).to(group.device)).cpu().numpy()
             for tokens in forced
         ]
-    return Values(prefill, np.stack(decode), dict(group.moved))
+    return Values(prefill, np.stack(decode), dict(group.moved), dict(group.calls))
 
 
 def run_all(
@@ -80,7 +83,32 @@ def fail(group: Group, how: str, rank: int) -> Any:
             time.sleep(600)
         if how == "value":
             raise ValueError("expected a cat, got a dog")
+        if how == "odd":
+            raise Odd("a pickle", "a gherkin")
         if how == "other":
             raise KeyError("planted")
     group.all_reduce(torch.ones(3))
     return "all is well"
+
+
+class Odd(ValueError):
+    """An error whose pickle cannot be read: it is made of two things and has one."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(f"expected {expected}, got {got}")
+
+
+def hang(group: Group, since: Path) -> None:
+    """In rank 1, after writing the time into a file."""
+    group.all_reduce(torch.ones(3))
+    if group.rank == 1:
+        since.write_text(str(time.time()))
+        time.sleep(600)
+    group.all_reduce(torch.ones(3))
+
+
+def report_and_sleep(group: Group, folder: str) -> None:
+    """Leaves a file with the name of the process's number."""
+    group.all_reduce(torch.ones(3))
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(600)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from reference_torch.launch import launch
+from reference_torch.ranks import launch
 from tests.reference_torch.cases import Case, Values, run_all
 from tests.reference_torch.conftest import Expected, difference, make
 
@@ -84,6 +84,13 @@ class TestElements:
             "all_reduce": 54 + 19 + 35 + 54 + 54,
             "all_gather": sum(padded(width, ranks) for width in gathered) + padded(160, ranks),
         }
+
+    @pytest.mark.parametrize(("strategy", "count"), [("dense", 2), ("naive", 7), ("low_rank", 4)])
+    def test_collectives_a_layer(self, done: Run, strategy: str, count: int) -> None:
+        # Something of every block of this model is decomposed.
+        calls = done.values["mqa", Case(strategy, "full")].calls
+        steps = len(done.expected["mqa"].forced)
+        assert sum(calls.values()) == steps * (2 * count + 2)  # embedding and logits
 
     def test_naive_rebuilds_whole_contexts(self, done: Run) -> None:
         full, latent = (

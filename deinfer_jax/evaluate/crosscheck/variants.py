@@ -45,7 +45,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope-linear": {"rope": RopeConfig(kind="linear", factor=3.0, original_max_position=96)},
     "rope-llama3": {"rope": RopeConfig(kind="llama3", factor=4.0, original_max_position=24)},
     "rope-yarn": {"rope": RopeConfig(kind="yarn", factor=4.0, original_max_position=24)},
+    # The context is longer than what these two were made for.
+    "rope-dynamic": {
+        "max_position": 40,
+        "rope": RopeConfig(kind="dynamic", factor=2.0, original_max_position=40),
+    },
+    "rope-dynamic-longer": {
+        "max_position": 60,
+        "rope": RopeConfig(kind="dynamic", factor=2.0, original_max_position=40),
+    },
+    "rope-divisors": {"rope": RopeConfig(divisors=(1.0, 1.5, 2.0, 4.0))},
     "mistral-window": {"windows": (7, 7, 7)},
+    "mixed-windows": {"windows": (None, 9, 5)},
     "qwen2": {"qkv_bias": True},
     "qwen2-windows": {"qkv_bias": True, "windows": (None, 5, 5)},
     "qwen3": {"qk_norm": True, "head_dim": 16},

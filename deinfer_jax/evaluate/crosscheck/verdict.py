@@ -16,11 +16,15 @@ TINY = 4096  # layers times width
 RELATIVE_TINY, RELATIVE = 1e-5, 5e-5
 # Of the logits' range. Rounding moves a logit of a float32 model by some 1e-6 of it.
 MARGIN_FLOAT32 = 1e-4
-# In nats. bfloat16 and float16 round weights and activations alike on both sides; the sums between
-# roundings are in another order.
+# Of a single position, in units of the limit above: most are near the mean, but a residual stream
+# can be a hundred times as long at the first position as at the others, and would hide them.
+WORST = 10
+# Significant bits, the hidden one included.
+BITS = {"bfloat16": 8, "float16": 11}
+# In nats, of bfloat16. Both sides round weights and activations alike; the sums between roundings
+# are in another order. A divergence goes with the square of the rounding.
 KL_MEAN, KL_P99 = 1e-3, 1e-2
-# Of the best logit: four steps of bfloat16, whose mantissa has 8 bits with the hidden one.
-MARGIN_HALF = 4 * 2.0**-8
+MARGIN_STEPS = 4  # of the best logit's last bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,7 @@ class Tolerance:
 
     Attributes:
         relative: of ‖a − b‖ / ‖b‖ of each layer's residual stream and of the logits, in prefill and
-            in decode.
+            in decode, over all positions; ten times as much of each one.
         kl_mean, kl_p99: of the KL divergence over positions, in nats.
         margin_of_range, margin_of_top: of the margin where greedy tokens differ first, as a part of
             the logits' range or of the best logit.
@@ -47,10 +51,17 @@ class Tolerance:
         for name, phase in (("prefill", found.prefill), ("decode", found.decode)):
             for delta in (*phase.layers, phase.logits):
                 # Not `>`: a ratio of overflowing norms is NaN, and within no limit.
-                if self.relative is not None and not delta.relative <= self.relative:
+                if self.relative is None:
+                    continue
+                if not delta.relative <= self.relative:
                     problems.append(
                         f"{name}, {delta.name}: expected a relative norm of at most "
                         f"{self.relative:.0e}, got {delta.relative:.2e}"
+                    )
+                elif not delta.worst <= WORST * self.relative:
+                    problems.append(
+                        f"{name}, {delta.name}: expected a relative norm of at most "
+                        f"{WORST * self.relative:.0e} at every position, got {delta.worst:.2e}"
                     )
             distribution = phase.distribution
             for what, limit, value in (
@@ -87,4 +98,9 @@ def tolerance(dtype: str, config: ModelConfig) -> Tolerance:
         return Tolerance(
             relative=RELATIVE_TINY if tiny else RELATIVE, margin_of_range=MARGIN_FLOAT32
         )
-    return Tolerance(kl_mean=KL_MEAN, kl_p99=KL_P99, margin_of_top=MARGIN_HALF)
+    finer = 4.0 ** (BITS["bfloat16"] - BITS[dtype])
+    return Tolerance(
+        kl_mean=KL_MEAN * finer,
+        kl_p99=KL_P99 * finer,
+        margin_of_top=MARGIN_STEPS * 2.0 ** -BITS[dtype],
+    )

@@ -4,14 +4,16 @@
 
 A rank that dies takes nobody with it by itself: the others would wait in a collective for ever. A
 rank that hangs looks like those that wait for it. So every rank counts its steps where this process
-can see it: if nobody's count moves, the one that is behind is the one that hangs.
+can see it: if nobody's count moves, the one that is behind is the one that hangs. For Linux.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,7 +28,7 @@ from reference_torch.group import Group, LostContact
 
 __all__ = ["RankError", "launch"]
 
-START_UP = 120.0  # seconds for importing torch and finding each other
+START_UP = 60.0  # seconds for importing torch
 GRACE = 1.0  # seconds in which the cause of a failure shows, among what it causes in other ranks
 FOREVER = timedelta(days=1)  # torch's own limit names no rank
 
@@ -44,7 +46,8 @@ class RankError(RuntimeError):
 
 
 class _Report(NamedTuple):
-    """How a rank ended: "done" with what it found, "failed" with why, or "lost" another rank."""
+    """How a rank ended: "done" with what it found, or, with words, because of "bad" input or a
+    "missing" file, "failed" otherwise, or "lost" in a collective."""
 
     kind: str
     value: Any
@@ -65,10 +68,11 @@ def launch(
         arguments: picklable.
         device: ``"cpu"`` (Gloo) or ``"cuda"`` (NCCL; rank i has GPU i).
         patience: seconds without a step of any rank after which the run ends. Between two steps is
-            a layer, a collective, or the reading of a tensor.
+            at most a layer, a collective, the logits, or the reading of a tensor.
 
     Raises:
         ValueError: not as many devices as ranks, or ``work`` raised it.
+        OSError: ``work`` raised it.
         RankError: a rank died, hung or raised something else.
     """
     if ranks < 1:
@@ -130,20 +134,23 @@ def _watch(
 
 def _received(end: Connection, process: Any) -> _Report:
     try:
-        return end.recv()
+        return _Report(*pickle.loads(end.recv_bytes()))
     except EOFError:
         process.join(GRACE)
-        return _Report("died", f"died with exit code {process.exitcode}")
+        return _Report("failed", f"died with exit code {process.exitcode}")
 
 
 def _raise_cause(reports: dict[int, _Report]) -> None:
-    """What failed by itself, before what failed because of it."""
-    for kind in ("died", "failed", "lost"):
-        for rank, report in sorted(reports.items()):
-            if report.kind == kind and isinstance(report.value, (ValueError, OSError)):
-                raise report.value
-            if report.kind == kind:
-                raise RankError(rank, str(report.value))
+    """What failed first by itself, before what failed because of it."""
+    for kinds in (("bad", "missing", "failed"), ("lost",)):
+        for rank, report in reports.items():  # in the order of their arrival
+            if report.kind not in kinds:
+                continue
+            if report.kind == "bad":
+                raise ValueError(report.value)
+            if report.kind == "missing":
+                raise OSError(report.value)
+            raise RankError(rank, report.value)
 
 
 def _run(
@@ -162,11 +169,17 @@ def _run(
     def beat() -> None:
         steps[rank] += 1
 
+    def send(kind: str, value: Any) -> None:
+        report.send_bytes(pickle.dumps((kind, value)))
+
+    beat()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
         else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        beat()
         if ranks > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine
             dist.init_process_group(
@@ -179,12 +192,22 @@ def _run(
         beat()
         place = f"cuda:{rank}" if device == "cuda" else "cpu"
         found = work(Group(rank, ranks, place, beat), *arguments)
-        report.send(_Report("done", found if rank == 0 else None))
+        send("done", found if rank == 0 else None)
         if ranks > 1:
             dist.destroy_process_group()  # its threads would end the process with an error
     except LostContact as error:
-        report.send(_Report("lost", f"lost another rank: {error}"))
-    except (ValueError, OSError) as error:
-        report.send(_Report("failed", error))
+        send("lost", f"failed in a collective: {error}")
+    except ValueError as error:
+        send("bad", str(error))
+    except OSError as error:
+        send("missing", str(error))
     except BaseException as error:
-        report.send(_Report("failed", f"failed: {type(error).__name__}: {error}"))
+        send("failed", f"failed: {type(error).__name__}: {error}")
+
+
+def _end_with_parent() -> None:
+    """Ranks that nobody watches any more would wait for each other for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
