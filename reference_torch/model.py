@@ -24,7 +24,7 @@ from torch.nn.functional import (
 
 from reference_torch.config import Config
 from reference_torch.loading import Loader, Tensors
-from reference_torch.pages import LayerCache, Pages, Pool, Step, View
+from reference_torch.pages import FullPool, LatentPool, LayerCache, Pages, Step, View
 from reference_torch.rope import Rope, Turns
 from reference_torch.strategies import Strategy
 
@@ -76,7 +76,7 @@ class Attention:
         self.window, self.width = window, width
         # Whether k and v read the same latent, so that one pool serves both.
         slices = [config.slices.get(f"{inner}.{short}_proj") for short in "kv"]
-        self.one_latent = slices[0] == slices[1]
+        self.one_latent = slices[0] is not None and slices[0] == slices[1]
 
     def __call__(self, x: Tensor, view: View, cache: LayerCache) -> Tensor:
         h = self.norm(x)
@@ -86,22 +86,18 @@ class Attention:
             q = self.q_norm(q)
         q = view.turns.rotate(q)
 
-        if cache.latent_keys:
-            view.write(cache.keys, self._latent(K, z))
-            keys = cache.keys.rebuilt(
-                view, lambda c: self._key(self.qkv.second(K, c), view.live_turns)
-            )
-        else:
-            view.write(cache.keys, self._key(self.qkv.output(K, h, z), view.turns))
-            keys = cache.keys.full(view)
-        if cache.latent_values:
-            if cache.values is not cache.keys:  # else it is there already
-                view.write(cache.values, self._latent(V, z))
-            values = cache.values.rebuilt(view, lambda c: self._heads(self.qkv.second(V, c)))
-        else:
-            view.write(cache.values, self._heads(self.qkv.output(V, h, z)))
-            values = cache.values.full(view)
-
+        keys = cache.keys.extended(
+            view,
+            heads=lambda: self._key(self.qkv.output(K, h, z), view.turns),
+            latent=lambda: self._latent(K, z),
+            rebuild=lambda c: self._key(self.qkv.second(K, c), view.live_turns),
+        )
+        values = cache.values.extended(
+            view,
+            heads=lambda: self._heads(self.qkv.output(V, h, z)),
+            latent=lambda: self._latent(V, z),
+            rebuild=lambda c: self._heads(self.qkv.second(V, c)),
+        )
         out = attend(q, keys, values, view.masks[self.window], self.width**-0.5)
         return self.o(out.flatten(-2))
 
@@ -220,21 +216,21 @@ class Model:
         return [self._layer_cache(attention, pages, kind) for attention, _ in self.layers]
 
     def _layer_cache(self, attention: Attention, pages: Pages, kind: str) -> LayerCache:
-        def pool(*shape: int) -> Pool:
-            return Pool(pages, *shape, dtype=self.dtype, device=self.group.device)
+        def pool(width: int | None) -> FullPool | LatentPool:
+            shape = (self.kv_heads, self.config.head_dim) if width is None else (width,)
+            data = torch.zeros(
+                pages.count, pages.size, *shape, dtype=self.dtype, device=self.group.device
+            )
+            return FullPool(data) if width is None else LatentPool(data)
 
-        widths = [attention.qkv.latent_width(index) for index in (K, V)]
+        latent = (kind == "latent", kind != "full")
         keys, values = (
-            width if wanted else None
-            for width, wanted in zip(widths, (kind == "latent", kind != "full"), strict=True)
+            pool(attention.qkv.latent_width(index) if wanted else None)
+            for index, wanted in zip((K, V), latent, strict=True)
         )
-        heads = (self.kv_heads, self.config.head_dim)
-        first = pool(*heads) if keys is None else pool(keys)
-        if keys is not None and values is not None and attention.one_latent:
-            second = first
-        else:
-            second = pool(*heads) if values is None else pool(values)
-        return LayerCache(first, second, keys is not None, values is not None)
+        if attention.one_latent and isinstance(keys, LatentPool):
+            values = LatentPool(keys.data, writes=False)
+        return LayerCache(keys, values)
 
     def __call__(
         self,

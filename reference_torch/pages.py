@@ -10,13 +10,14 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from reference_torch.rope import Rope, Turns
 
-__all__ = ["LayerCache", "Pages", "Pool", "Step", "View"]
+__all__ = ["FullPool", "LatentPool", "LayerCache", "Pages", "Pool", "Step", "View"]
 
 
 class Pages:
@@ -130,34 +131,78 @@ class View:
         """Of the tokens in the live pages; only latent keys need them."""
         return self._rope.turns(self.step.live_positions)
 
-    def write(self, pool: Pool, values: Tensor) -> None:
-        """Puts values [B, T, …] of the new tokens into their pages."""
-        pool.data[self._page, self._slot] = values
+    def write(self, pool: Tensor, values: Tensor) -> None:
+        """Puts values [B, T, …] of the new tokens into their pages of a pool [P, S, …]."""
+        pool[self._page, self._slot] = values
 
 
-class Pool:
-    """Pages of one kind of entry [P, S, …]."""
+class Pool(Protocol):
+    """Keys or values of all sequences of a layer, in whatever form they are kept."""
 
-    def __init__(self, pages: Pages, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.zeros(pages.count, pages.size, *shape, dtype=dtype, device=device)
-
-    def full(self, view: View) -> Tensor:
-        """Cached heads of every sequence [B, M·S, K, H]."""
-        return _by_sequence(self.data, view.step.table)
-
-    def rebuilt(self, view: View, rebuild: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same from latents.
-
-        The pages of the batch are copied side by side into one buffer, and *one* product with u
-        rebuilds all of it.
+    def extended(
+        self,
+        view: View,
+        *,
+        heads: Callable[[], Tensor],
+        latent: Callable[[], Tensor],
+        rebuild: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Puts the new tokens in, and gives what is cached of every sequence [B, M·S, K, H].
 
         Args:
-            view: with the preparation.
+            view: where, and of what.
+            heads: the new tokens' [B, T, K, H].
+            latent: what they are computed from [B, T, r].
             rebuild: from latents [C·S, r] of the live pages to heads [C·S, K, H].
         """
+        ...
+
+
+class FullPool:
+    """Pages of heads [P, S, K, H]."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def extended(
+        self,
+        view: View,
+        *,
+        heads: Callable[[], Tensor],
+        latent: Callable[[], Tensor],
+        rebuild: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """As they are."""
+        view.write(self.data, heads())
+        return _by_sequence(self.data, view.step.table)
+
+
+class LatentPool:
+    """Pages of latents [P, S, r].
+
+    Args:
+        data: of both k and v, perhaps; then only one of the two pools is to write.
+        writes: whether this one does.
+    """
+
+    def __init__(self, data: Tensor, *, writes: bool = True) -> None:
+        self.data, self.writes = data, writes
+
+    def extended(
+        self,
+        view: View,
+        *,
+        heads: Callable[[], Tensor],
+        latent: Callable[[], Tensor],
+        rebuild: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The pages of the batch are copied side by side into one buffer, and *one* product with u
+        rebuilds all of it."""
+        if self.writes:
+            view.write(self.data, latent())
         compact = self.data.index_select(0, view.step.live)  # [C, S, r]
-        heads = rebuild(compact.flatten(0, 1)).unflatten(0, compact.shape[:2])  # [C, S, K, H]
-        return _by_sequence(heads, view.step.live_table)
+        found = rebuild(compact.flatten(0, 1)).unflatten(0, compact.shape[:2])  # [C, S, K, H]
+        return _by_sequence(found, view.step.live_table)
 
 
 def _by_sequence(pages: Tensor, table: Tensor) -> Tensor:
@@ -166,12 +211,8 @@ def _by_sequence(pages: Tensor, table: Tensor) -> Tensor:
     return found.unflatten(0, table.shape).flatten(1, 2)
 
 
-@dataclass
-class LayerCache:
-    """A layer's pools. ``latent_keys`` and ``latent_values`` say which of them hold latents; both
-    are the same pool where k and v read the same latent."""
+class LayerCache(NamedTuple):
+    """A layer's pools."""
 
     keys: Pool
     values: Pool
-    latent_keys: bool
-    latent_values: bool

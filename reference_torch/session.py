@@ -176,7 +176,8 @@ class _Graph:
             x = model(self._tokens[:, None], step, caches, self._residuals)
             return model.logits(x[:, 0])
 
-        begin = model.group.moved.copy(), model.group.calls.copy()
+        group = model.group
+        counted = group.moved.copy(), group.calls.copy()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -185,12 +186,12 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
         # What is recorded runs nothing yet, and what is replayed counts nothing.
-        group = model.group
-        before = group.moved.copy(), group.calls.copy()
+        group.moved.clear()
+        group.calls.clear()
         with torch.cuda.graph(self._graph):
             self._logits = run()
-        self._moved, self._calls = group.moved - before[0], group.calls - before[1]
-        group.moved, group.calls = begin
+        self._moved, self._calls = group.moved, group.calls
+        group.moved, group.calls = counted
 
 
 class Greedy(NamedTuple):
