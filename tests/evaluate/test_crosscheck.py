@@ -54,7 +54,8 @@ def test_perturbations_are_those_that_the_reference_knows() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_and_cache(layout: str) -> None:
-    report = check(f"biases/{layout}", strategy=STRATEGIES, kv_cache=CACHES)
+    caches = ("full",) if layout == "dense" else CACHES  # JAX refuses latents of a dense model
+    report = check(f"biases/{layout}", strategy=STRATEGIES, kv_cache=caches)
     assert report.passed, str(report)
 
 
