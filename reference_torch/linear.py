@@ -14,7 +14,9 @@ token. A projection that is dense is cut on its outputs, or on its inputs with a
 the middle: z stays on its rank, and the all-reduce adds up the *whole output* of u. So every rank
 has all heads, and repeats the attention.
 
-Weights are [out, in] as in checkpoints.
+Weights are [out, in] as in checkpoints. Ranks can be odd numbers, and rows of odd lengths make a
+GPU's products slow. So a latent that is not moved gets entries without a meaning behind or around
+it, up to multiples of ``UNIT``, which u meets with columns of zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.nn.functional import linear, pad
 
 from reference_torch.config import Slice
 from reference_torch.group import Group
-from reference_torch.shares import Share, share_range
+from reference_torch.shares import Share, padded, round_up, share_range
 
 __all__ = [
     "LowRankContract",
@@ -37,6 +39,9 @@ __all__ = [
     "NaiveExpand",
     "Projection",
 ]
+
+
+UNIT = 8  # elements: 16 bytes of half precision, the most that a thread reads at once
 
 
 @dataclass
@@ -85,19 +90,22 @@ class LowRankExpand:
         self.bias = [_rows(p.bias, share) for p, share in zip(projections, shares, strict=True)]
 
         # The distinct v's one after the other are one matrix, and slices are places in there.
+        unit = _unit(group)
         factors = {p.slice.v: p.v for p in projections if p.slice is not None and p.v is not None}
-        starts, end = {}, 0
+        starts, rows = {}, []
         for name, v in factors.items():
-            starts[name], end = end, end + v.shape[0]
-        self.slices = [
-            None if p.slice is None else (starts[p.slice.v] + p.slice.offset, p.slice.rank)
-            for p in projections
-        ]
+            starts[name] = sum(map(len, rows))
+            rows.append(padded(v, round_up(len(v), unit)))
+        self.slices: list[slice | None] = [None] * len(projections)
+        for index, (u, p) in enumerate(zip(self.u, projections, strict=True)):
+            if u is not None and p.slice is not None:
+                first = starts[p.slice.v] + p.slice.offset
+                self.slices[index], self.u[index] = _widened(first, u, unit)
         self.v = None
-        if factors:
-            cut = share_range(end, group.size, group.rank)
+        if rows:
+            v = torch.cat(rows)
             # Parts that are cut without regard to the slices, and gathered in their order.
-            self.v = cut.of(torch.cat(list(factors.values())), axis=0)
+            self.v = share_range(len(v), group.size, group.rank).of(v, axis=0)
 
     def latents(self, x: Tensor) -> Tensor | None:
         """z [..., R] of all decomposed projections, whole."""
@@ -110,12 +118,12 @@ class LowRankExpand:
         place = self.slices[index]
         if place is None or z is None:
             return None
-        return z[..., place[0] : place[0] + place[1]]
+        return z[..., place]
 
     def latent_width(self, index: int) -> int | None:
         """Elements of it."""
         place = self.slices[index]
-        return None if place is None else place[1]
+        return None if place is None else place.stop - place.start
 
     def second(self, index: int, c: Tensor) -> Tensor:
         """The output of projection ``index`` for its latent c [..., rank], this rank's part."""
@@ -141,7 +149,10 @@ class LowRankContract:
 
     def __init__(self, projection: Projection, share: Share, group: Group) -> None:
         self.group, self.bias, self.u = group, projection.bias, projection.u
-        first = projection.w if projection.u is None else projection.own_v()
+        first = projection.w
+        if projection.u is not None:
+            place, self.u = _widened(0, projection.u, _unit(group))
+            first = padded(projection.own_v(), place.stop)
         assert first is not None
         self.first = share.of(first, axis=1)
 
@@ -204,7 +215,8 @@ class _NaivePart:
         self.group, self.bias, self.slice = group, projection.bias, projection.slice
         last = projection.w if projection.u is None else projection.u
         assert last is not None
-        cut = share_range(last.shape[1], group.size, group.rank)
+        unit = 1 if projection.u is None else UNIT
+        cut = share_range(last.shape[1], group.size, group.rank, unit)
         self.last = cut.of(last, axis=1)
         self.v = None if projection.u is None else cut.of(projection.own_v(), axis=0)
         self.start, self.width = group.rank * cut.width, cut.width
@@ -218,6 +230,19 @@ class _NaivePart:
     def second(self, c: Tensor) -> Tensor:
         y = self.group.all_reduce(linear(c, self.last))  # as wide as the whole output
         return y if self.bias is None else y + self.bias
+
+
+def _unit(group: Group) -> int:
+    """What a collective moves are ranks as they are; on one rank there is none."""
+    return UNIT if group.size == 1 else 1
+
+
+def _widened(first: int, u: Tensor, unit: int) -> tuple[slice, Tensor]:
+    """The place from ``first`` on that u [out, rank] reads, widened to multiples of ``unit``, and u
+    with columns of zeros for what else is there."""
+    end = first + u.shape[1]
+    place = slice(first // unit * unit, round_up(end, unit))
+    return place, pad(u, (first - place.start, place.stop - end))
 
 
 def _rows(tensor: Tensor | None, share: Share) -> Tensor | None:

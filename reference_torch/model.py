@@ -118,7 +118,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) 
     """Grouped-query attention.
 
     Args:
-        q: [B, T, N, H]; keys, values: [B, C, K, H]; mask: [B, 1, T, C], added to the scores.
+        q: [B, T, N, H]; keys, values: [B, C, K, H].
+        mask: [B, 1, N/K · T, C], added to the scores.
 
     Returns:
         [B, T, N, H]. Query heads of one kv head are rows of one product, so K and V are not
@@ -130,7 +131,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) 
         grouped.flatten(2, 3),
         keys.transpose(1, 2),
         values.transpose(1, 2),
-        attn_mask=mask.expand(-1, grouped.shape[2], -1, -1).flatten(1, 2)[:, None],
+        attn_mask=mask,
         scale=scale,
     )
     return out.unflatten(2, (-1, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -203,6 +204,7 @@ class Model:
         self.norm = Norm(load.tensor("model.norm.weight", config.hidden_size), config.eps)
         self.head = self.embedding if config.tied else load.words("lm_head.weight")
         self.kv_heads = len(load.heads.kv.pieces)  # of this rank
+        self.queries = len(load.heads.queries.pieces) // self.kv_heads  # of each of them
 
     def cache(self, pages: Pages, kind: str) -> list[LayerCache]:
         """Empty pools of all layers.
@@ -250,7 +252,7 @@ class Model:
         Returns:
             The residual stream after the last layer [B, T, D].
         """
-        view = View(step, self.rope, self.config.windows, self.dtype)
+        view = View(step, self.rope, self.config.windows, self.queries, self.dtype)
         x = self._embed(tokens)
         if residuals is not None:
             residuals.append(x)
@@ -278,9 +280,9 @@ class Model:
         """Every rank looks up what is in its range, and the sum is all."""
         rows = self.embedding.shape[0]
         local = tokens - self.group.rank * rows
-        own = (local >= 0) & (local < rows)
-        found = embedding(local.where(own, 0), self.embedding)
-        return self.group.all_reduce(found * own[..., None])
+        inside = local.clamp(0, rows - 1)
+        own = inside == local
+        return self.group.all_reduce(embedding(inside, self.embedding) * own[..., None])
 
 
 def _wide(x: Tensor) -> Tensor:

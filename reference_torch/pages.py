@@ -96,35 +96,46 @@ class Step:
         slots = torch.arange(self.page_size, device=self.start.device)
         return (self.live_begin[:, None] + slots).flatten()
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, T, M·S], what is added to scores: 0 where a new token sees a cached one, else
-        −inf."""
-        context = torch.arange(self.table.shape[1] * self.page_size, device=self.start.device)
-        positions = self.positions[..., None]
-        hidden = context > positions
-        if window is not None:
-            hidden |= context <= positions - window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return mask.masked_fill(hidden, -torch.inf)[:, None]
-
 
 class View:
     """What all layers of a step have in common, computed once.
 
+    Args:
+        windows: of the layers.
+        queries: query heads that read one kv head.
+        dtype: of the masks.
+
     Attributes:
         turns: of the new tokens.
-        masks: by window.
+        masks: by window, what is added to scores [B, 1, queries · T, M·S]: 0 where a new token sees
+            a cached one, else −inf; the same for each query head.
     """
 
     def __init__(
-        self, step: Step, rope: Rope, windows: Iterable[int | None], dtype: torch.dtype
+        self,
+        step: Step,
+        rope: Rope,
+        windows: Iterable[int | None],
+        queries: int,
+        dtype: torch.dtype,
     ) -> None:
         positions = step.positions
         self.step, self._rope = step, rope
         self.turns = rope.turns(positions)
-        self.masks = {window: step.mask(window, dtype) for window in set(windows)}
         self._page = step.table.gather(1, positions // step.page_size)
         self._slot = positions % step.page_size
+
+        context = torch.arange(step.table.shape[1] * step.page_size, device=positions.device)
+
+        def mask(window: int | None) -> Tensor:
+            hidden = context > positions[..., None]
+            if window is not None:
+                hidden |= context <= positions[..., None] - window
+            seen = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            # Rows of their own: fused attention on a GPU wants no stride of 0 there.
+            return seen.masked_fill_(hidden, -torch.inf).repeat(1, queries, 1)[:, None]
+
+        self.masks = {window: mask(window) for window in set(windows)}
 
     @cached_property
     def live_turns(self) -> Turns:

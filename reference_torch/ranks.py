@@ -29,6 +29,8 @@ from reference_torch.group import Group, LostContact
 __all__ = ["RankError", "launch"]
 
 START_UP = 60.0  # seconds for importing torch
+# Seconds between two steps. On a GPU some of them load libraries, connect GPUs or plan a kernel.
+PATIENCE = {"cpu": 10.0, "cuda": 60.0}
 GRACE = 1.0  # seconds in which the cause of a failure shows, among what it causes in other ranks
 FOREVER = timedelta(days=1)  # torch's own limit names no rank
 
@@ -58,7 +60,7 @@ def launch(
     ranks: int,
     *arguments: Any,
     device: str = "cpu",
-    patience: float = 10.0,
+    patience: float | None = None,
 ) -> Any:
     """Runs ``work(group, *arguments)`` in every rank and returns what it returned in rank 0.
 
@@ -67,8 +69,9 @@ def launch(
         ranks: how many.
         arguments: picklable.
         device: ``"cpu"`` (Gloo) or ``"cuda"`` (NCCL; rank i has GPU i).
-        patience: seconds without a step of any rank after which the run ends. Between two steps is
-            at most a layer, a collective, the logits, or the reading of a tensor.
+        patience: seconds without a step of any rank after which the run ends; None = 10 on a CPU,
+            60 on a GPU. Between two steps is at most a layer, a collective, the logits, or the
+            reading of a tensor.
 
     Raises:
         ValueError: not as many devices as ranks, or ``work`` raised it.
@@ -81,6 +84,8 @@ def launch(
         raise ValueError(f"device: expected 'cpu' or 'cuda', got {device!r}")
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ValueError(f"ranks: expected at most {torch.cuda.device_count()} GPUs, got {ranks}")
+    if patience is None:
+        patience = PATIENCE[device]
     context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
     steps = context.RawArray("Q", ranks)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

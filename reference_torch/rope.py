@@ -46,13 +46,14 @@ class Rope:
         frequencies, self.magnitude = _KINDS[kind](parameters, head_dim, context)
         if parameters.get("divisors") is not None:
             frequencies = frequencies / torch.tensor(parameters["divisors"], dtype=torch.float64)
-        self.frequencies = frequencies.to(dtype).to(device)  # [H/2]
+        # The first half turns the other way, so that its sine has the sign that it is added with.
+        both = torch.cat((-frequencies, frequencies))
+        self.frequencies = both.to(dtype).to(device)  # [H]
 
     def turns(self, positions: Tensor) -> Turns:
         """How far positions [...] turn a head."""
-        angles = positions[..., None, None].to(self.frequencies.dtype) * self.frequencies
-        cos, sin = self.magnitude * angles.cos(), self.magnitude * angles.sin()
-        return Turns(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        angles = positions[..., None, None] * self.frequencies
+        return Turns(self.magnitude * angles.cos(), self.magnitude * angles.sin())
 
 
 class Turns(NamedTuple):
@@ -64,7 +65,8 @@ class Turns(NamedTuple):
     def rotate(self, x: Tensor) -> Tensor:
         """x [..., heads, H] turned: (a, b) becomes (a cos − b sin, b cos + a sin)."""
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
-        return (x * self.cos + swapped * self.sin).to(x.dtype)
+        # The sum in the dtype of the cosines, and in one kernel with the rounding to x's.
+        return torch.addcmul(x * self.cos, swapped, self.sin, out=torch.empty_like(x))
 
 
 def _plain(theta: float, head_dim: int) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["HeadShare", "Share", "share_heads", "share_range"]
+__all__ = ["HeadShare", "Share", "padded", "round_up", "share_heads", "share_range"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class Share:
         whole = tensor.movedim(axis, 0)
         zeros = whole.new_zeros(self.width, *whole.shape[1:])
         parts = [
-            zeros
-            if i is None
-            else _padded(whole[i * self.width : (i + 1) * self.width], self.width)
+            zeros if i is None else padded(whole[i * self.width : (i + 1) * self.width], self.width)
             for i in self.pieces
         ]
         return torch.cat(parts).movedim(0, axis).contiguous()
@@ -44,9 +42,10 @@ class HeadShare:
     kv: Share
 
 
-def share_range(length: int, ranks: int, rank: int) -> Share:
-    """The rank's part of an axis that is cut into as many equal parts as there are ranks."""
-    return Share((rank,), -(-length // ranks))
+def share_range(length: int, ranks: int, rank: int, unit: int = 1) -> Share:
+    """The rank's part of an axis that is cut into as many equal parts as there are ranks, each of
+    them a multiple of ``unit`` long."""
+    return Share((rank,), round_up(-(-length // ranks), unit))
 
 
 def share_heads(heads: int, kv_heads: int, head_dim: int, ranks: int, rank: int) -> HeadShare:
@@ -81,6 +80,12 @@ def share_heads(heads: int, kv_heads: int, head_dim: int, ranks: int, rank: int)
     )
 
 
-def _padded(part: Tensor, width: int) -> Tensor:
-    missing = width - part.shape[0]
+def padded(part: Tensor, length: int) -> Tensor:
+    """``part`` with zeros behind it on its first axis."""
+    missing = length - part.shape[0]
     return torch.cat((part, part.new_zeros(missing, *part.shape[1:]))) if missing else part
+
+
+def round_up(length: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-length // unit) * unit

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from reference_torch.group import Group
+from reference_torch.numerics import DTYPES, attention_kernels, make_comparable
 from reference_torch.opening import load
 from reference_torch.session import Session
 
@@ -47,7 +48,7 @@ def run(
         kv_cache=case.kv_cache,
         cuda_graphs=case.cuda_graphs,
     )
-    with torch.inference_mode():
+    with torch.inference_mode(), attention_kernels(DTYPES[case.dtype]):
         prefill = [
             model.logits(session.prefill(row, prompt, chunk=13)).cpu().numpy()
             for row, prompt in enumerate(prompts)
@@ -66,6 +67,14 @@ def run_all(
 ) -> list[Values]:
     """Several in one group, since starting a process takes seconds."""
     return [run(group, path, case, prompts, forced) for path, case in jobs]
+
+
+def run_all_comparably(
+    group: Group, jobs: list[tuple[Path, Case]], prompts: list[list[int]], forced: np.ndarray
+) -> list[Values]:
+    """As a cross-check does."""
+    make_comparable()
+    return run_all(group, jobs, prompts, forced)
 
 
 def add_up(group: Group, numbers: list[float]) -> tuple[float, list[float]]:
