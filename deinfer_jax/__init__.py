@@ -27,5 +27,8 @@ from deinfer_jax.evaluate.crosscheck import CrosscheckReport as CrosscheckReport
 from deinfer_jax.evaluate.crosscheck import crosscheck as crosscheck
 from deinfer_jax.evaluate.perplexity import Perplexity as Perplexity
 from deinfer_jax.evaluate.perplexity import perplexity as perplexity
+from deinfer_jax.planner import Link as Link
+from deinfer_jax.planner import Plan as Plan
+from deinfer_jax.planner import plan as plan
 
 __version__ = "0.1.0"
