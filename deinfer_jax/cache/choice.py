@@ -16,6 +16,7 @@ from deinfer_jax.cache.layout import (
     layout_of,
 )
 from deinfer_jax.config import ModelConfig
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["DEVICES", "Cost", "DeviceSpeed", "Situation", "choose_layout", "cost"]
 
@@ -141,6 +142,7 @@ def choose_layout(
     dtype: str,
     *,
     situation: Situation | None = None,
+    strategy: Strategy | None = None,
 ) -> CacheLayout:
     """The layout that ``kv_cache=kind`` means for a model.
 
@@ -154,6 +156,7 @@ def choose_layout(
         page_size: S.
         dtype: of the pools.
         situation: what ``"auto"`` decides for; None = a CPU without limit of memory.
+        strategy: on whose devices; None = on one.
 
     Raises:
         ValueError: the kind or the page size is unknown, or the model has no latents to cache.
@@ -165,7 +168,7 @@ def choose_layout(
     if page_size not in PAGE_SIZES or not isinstance(page_size, int):
         raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
     layouts: dict[str, CacheLayout] = {
-        name: layout_of(config, name, page_size, dtype) for name in KINDS
+        name: layout_of(config, name, page_size, dtype, strategy) for name in KINDS
     }
     if kind != "auto":
         layout = layouts[kind]
@@ -183,7 +186,8 @@ def choose_layout(
     if len(distinct) == 1:
         return layouts["full"]
     candidates = {one.kind: one for one in distinct.values()}
-    return _cheapest(candidates, config.num_heads, situation or Situation())
+    own_heads = (strategy or Strategy()).heads(config).queries.width // config.head_dim
+    return _cheapest(candidates, own_heads, situation or Situation())
 
 
 def _cheapest(

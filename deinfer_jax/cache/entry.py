@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.cache.layout import Segment
 from deinfer_kernels import latent_reconstruct
+from deinfer_kernels.latent_reconstruct.reference import finished
 from deinfer_kernels.precision import einsum_float32
 
 __all__ = ["Cacheable", "Rebuild"]
@@ -27,6 +29,7 @@ class Rebuild:
         kv_heads: K.
         eps: of the norm.
         rotary: cos and sin [T, H/2] of positions [T], or None for no RoPE.
+        combine: where a device has a part of c and u only, the sum over devices of what they give.
     """
 
     u: Any
@@ -37,6 +40,7 @@ class Rebuild:
     rotary: Callable[[Array], tuple[Array, Array]] | None = struct.field(
         pytree_node=False, default=None
     )
+    combine: Callable[[Array], Array] | None = struct.field(pytree_node=False, default=None)
 
     def heads(
         self,
@@ -55,17 +59,18 @@ class Rebuild:
             cos, sin = self.rotary(token.reshape(-1))
             shape = (pages, page_size, -1)
             rotation = (cos.reshape(shape), sin.reshape(shape))
-        return latent_reconstruct(
+        rebuild = partial(
+            latent_reconstruct,
             latents,
             self.u,
-            self.bias,
             kv_heads=self.kv_heads,
             offset=segment.offset,
-            norm=self.norm,
-            eps=self.eps,
-            rotation=rotation,
             implementation=implementation,
         )
+        rest: dict[str, Any] = dict(norm=self.norm, eps=self.eps, rotation=rotation)
+        if self.combine is None:
+            return rebuild(self.bias, **rest)
+        return finished(self.combine(rebuild()), self.bias, **rest)
 
     def absorbed(self, context: Float[Array, "B N R"]) -> Float[Array, "B N H"]:
         """u c + b by head, for weighted sums c of latents whose weights sum to 1."""
@@ -74,6 +79,8 @@ class Rebuild:
         u = self.u.reshape(self.kv_heads, -1, rank)  # [K, H, R]
         grouped = context.reshape(batch, self.kv_heads, -1, rank)
         out = einsum_float32("bkgr,khr->bkgh", grouped, u)
+        if self.combine is not None:
+            out = self.combine(out)
         if self.bias is not None:
             out = out + self.bias.astype(jnp.float32).reshape(1, self.kv_heads, 1, -1)
         return out.reshape(batch, heads, -1).astype(context.dtype)

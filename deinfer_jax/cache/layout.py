@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from deinfer_jax.config import ModelConfig, Slice
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = [
     "KINDS",
@@ -57,7 +58,7 @@ class LayerLayout:
     segments side by side; keys and values that read the same latent share a segment.
 
     Attributes:
-        kv_heads, head_dim: K and H.
+        kv_heads, head_dim: K of the device, and H.
         keys, values: the segment, or None where they are full.
     """
 
@@ -119,7 +120,7 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """Layouts of all layers, with page size S in tokens and the dtype of the pools.
+    """Layouts of all layers on one device, with page size S in tokens and the dtype of the pools.
 
     Attributes:
         kind: what was asked for, or chosen. Single layers may differ, since a dense projection is
@@ -187,9 +188,17 @@ def default_page_size(platform: str) -> int:
     return 64 if platform == "gpu" else 16
 
 
-def layout_of(config: ModelConfig, kind: CacheKind, page_size: int, dtype: str) -> CacheLayout:
-    """The layout of one kind for a model: what the kind makes latent is so wherever the projection
-    is decomposed, and full elsewhere."""
+def layout_of(
+    config: ModelConfig,
+    kind: CacheKind,
+    page_size: int,
+    dtype: str,
+    strategy: Strategy | None = None,
+) -> CacheLayout:
+    """The layout of one kind for a model, on one of the strategy's devices: what the kind makes
+    latent is so wherever the projection is decomposed, and full elsewhere."""
+    strategy = strategy or Strategy()
+    kv_heads = strategy.heads(config).kv.width // config.head_dim
     layers = []
     for index in range(config.num_layers):
         pieces = {
@@ -200,10 +209,10 @@ def layout_of(config: ModelConfig, kind: CacheKind, page_size: int, dtype: str) 
             pieces["k"] = None
         if kind == "full":
             pieces["v"] = None
-        segments = _segments(pieces)
+        segments = _segments(pieces, strategy)
         layers.append(
             LayerLayout(
-                kv_heads=config.num_kv_heads,
+                kv_heads=kv_heads,
                 head_dim=config.head_dim,
                 keys=segments.get("k"),
                 values=segments.get("v"),
@@ -212,7 +221,7 @@ def layout_of(config: ModelConfig, kind: CacheKind, page_size: int, dtype: str) 
     return CacheLayout(kind=kind, layers=tuple(layers), page_size=page_size, dtype=dtype)
 
 
-def _segments(pieces: dict[str, Slice | None]) -> dict[str, Segment]:
+def _segments(pieces: dict[str, Slice | None], strategy: Strategy) -> dict[str, Segment]:
     """A segment a distinct slice, named after its readers: c_k and c_v, or c_kv."""
     readers: dict[Slice, list[str]] = {}
     for short, piece in pieces.items():
@@ -221,7 +230,8 @@ def _segments(pieces: dict[str, Slice | None]) -> dict[str, Segment]:
     found: dict[str, Segment] = {}
     offset = 0
     for piece, shorts in readers.items():
-        segment = Segment(name=f"c_{''.join(shorts)}", offset=offset, rank=piece.rank)
+        rank = strategy.latent_rank(piece.rank)
+        segment = Segment(name=f"c_{''.join(shorts)}", offset=offset, rank=rank)
         found |= dict.fromkeys(shorts, segment)
         offset += segment.width
     return found

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int32
 
 from deinfer_jax.cache.entry import Cacheable
 from deinfer_jax.cache.layout import LayerLayout
 
-__all__ = ["LayerPool", "append", "empty_pool"]
+__all__ = ["LayerPool", "append", "empty_pool", "pool_specs"]
 
 
 @struct.dataclass
@@ -48,6 +49,15 @@ def empty_pool(layout: LayerLayout, num_pages: int, page_size: int, dtype: Any) 
     return LayerPool(
         full=zeros(layout.full_shape(num_pages, page_size)),
         latent=zeros(layout.latent_shape(num_pages, page_size)),
+        layout=layout,
+    )
+
+
+def pool_specs(layout: LayerLayout, full: PartitionSpec, latent: PartitionSpec) -> LayerPool:
+    """How a pool is split over devices, in its own structure."""
+    return LayerPool(
+        full=full if layout.full_parts else None,
+        latent=latent if layout.latent_width else None,
         layout=layout,
     )
 

@@ -1,10 +1,11 @@
-"""Fills a model's parameters: streamed from a checkpoint, or random on the device."""
+"""Fills a model's parameters: streamed from a checkpoint, or random on the devices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,31 +13,43 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from deinfer_jax.checkpoint.source import Checkpoint
+from deinfer_jax.checkpoint.source import Block, Checkpoint, SlicedCheckpoint
 from deinfer_jax.layers.parameter import Declaration, Source
+from deinfer_jax.parallel.mesh import Placement
 
-__all__ = ["Weights", "all_finite", "load_parameters", "nested", "random_parameters"]
+__all__ = [
+    "Weights",
+    "all_finite",
+    "load_parameters",
+    "nested",
+    "random_parameters",
+    "read_part",
+    "spread_array",
+]
 
 Path = tuple[Any, ...]
+Index = tuple[slice, ...]
 Weights = dict[Any, Any]
 
 
 def load_parameters(
     checkpoint: Checkpoint,
     declared: Sequence[Declaration],
-    device: Any,
+    placement: Placement,
     *,
     progress: bool = False,
 ) -> Weights:
-    """Streams a checkpoint onto a device.
+    """Streams a checkpoint onto devices.
 
     On the host there is at most one tensor of the checkpoint and the parameter that is being
-    stacked from it (and, on a CPU, the parameters themselves).
+    stacked from it (and, on a CPU, the parameters themselves). From a checkpoint that reads parts
+    of tensors, every device gets its own part of a parameter after the other, and nothing else is
+    read.
 
     Args:
         checkpoint: where the tensors come from.
         declared: what the model wants; tensors are cast to the declared dtypes.
-        device: where they go.
+        placement: where they go, split as declared.
         progress: show a bar with bytes a second.
 
     Returns:
@@ -46,59 +59,166 @@ def load_parameters(
         ValueError: tensors are missing, left over or of the wrong shape (all are listed, nothing
             has been read), or one contains NaN or infinity (named).
     """
-    places = {source.name: (d, source) for d in declared for source in d.sources}
-    _check_names_and_shapes(checkpoint, [source for _, source in places.values()])
-
-    waiting = {d.path: len(d.sources) for d in declared}
-    buffers: dict[Path, np.ndarray] = {}
+    _check_names_and_shapes(checkpoint, [source for d in declared for source in d.sources])
     loaded: dict[Path, jax.Array] = {}
     total = sum(math.prod(d.shape) * d.dtype.itemsize for d in declared)
     bar = tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=not progress)
+    if isinstance(checkpoint, SlicedCheckpoint):
+        parameters = _by_part(checkpoint, declared, placement)
+    else:
+        parameters = _by_tensor(checkpoint, declared, placement)
     with bar:
-        for name, tensor in checkpoint.tensors():
-            d, source = places[name]
-            if d.path not in buffers:
-                buffers[d.path] = np.empty(d.shape, d.dtype)
-            buffer = buffers[d.path]
-            with np.errstate(over="ignore"):  # of a cast to float16, see _check_finite
-                buffer[source.start : source.start + source.shape[0]] = tensor
-            waiting[d.path] -= 1
-            if waiting[d.path] == 0:
-                _check_finite(buffer, d.sources, checkpoint)
-                # Waiting for the copy keeps one buffer alive, not a queue of them.
-                loaded[d.path] = jax.block_until_ready(jax.device_put(buffer, device))
-                bar.update(buffer.nbytes)
-                del buffers[d.path], buffer
+        for d, array in parameters:
+            loaded[d.path] = array
+            bar.update(array.nbytes)
     assert len(loaded) == len(declared), "the checkpoint did not yield all tensors that it lists"
     return nested(loaded)
 
 
-def random_parameters(declared: Sequence[Declaration], seed: int, device: Any) -> Weights:
-    """Random parameters, made on the device.
+def _by_tensor(
+    checkpoint: Checkpoint, declared: Sequence[Declaration], placement: Placement
+) -> Iterator[tuple[Declaration, jax.Array]]:
+    """Reads tensor by tensor, and gives every device its part of a parameter that is complete."""
+    places = {source.name: (d, source) for d in declared for source in d.sources}
+    waiting = {d.path: len(d.sources) for d in declared}
+    buffers: dict[Path, np.ndarray] = {}
+    for name, tensor in checkpoint.tensors():
+        d, source = places[name]
+        if d.path not in buffers:
+            buffers[d.path] = np.zeros(d.shape, d.dtype)
+        buffer = buffers[d.path]
+        with np.errstate(over="ignore"):  # of a cast to float16, see _check_finite
+            source.put(tensor, buffer)
+        waiting[d.path] -= 1
+        if waiting[d.path] == 0:
+            _check_finite(buffer, d, checkpoint)
+            # Waiting for the copy keeps one buffer alive, not a queue of them.
+            yield d, jax.block_until_ready(spread_array(buffer, placement, d.spec))
+            del buffers[d.path], buffer
 
-    Compiled once a distinct shape: for 8B shapes on an H200, one program with all parameters took
-    59 s to compile. The generator is ``unsafe_rbg``, which a GPU runs at memory speed.
+
+def _by_part(
+    checkpoint: SlicedCheckpoint, declared: Sequence[Declaration], placement: Placement
+) -> Iterator[tuple[Declaration, jax.Array]]:
+    """Reads of every parameter what each device of this process has, once for those that have the
+    same."""
+    for d in declared:
+        sharding = placement.sharding(d.spec)
+        holders: dict[Index, list[Any]] = {}
+        for device, index in sharding.addressable_devices_indices_map(d.shape).items():
+            holders.setdefault(_bounded(index or (), d.shape), []).append(device)
+        arrays: list[jax.Array] = []
+        for part, devices in holders.items():
+            buffer = read_part(checkpoint, d, part)
+            _check_finite(buffer, d, checkpoint)
+            arrays += jax.block_until_ready([jax.device_put(buffer, one) for one in devices])
+            del buffer
+        yield d, jax.make_array_from_single_device_arrays(d.shape, sharding, arrays)
+
+
+def read_part(checkpoint: SlicedCheckpoint, declared: Declaration, part: Index) -> np.ndarray:
+    """A part of a parameter, for which no more is read than what it is made of.
+
+    Args:
+        checkpoint: where its tensors are.
+        declared: the parameter.
+        part: which part, a slice for every axis.
+    """
+    buffer = np.zeros([axis.stop - axis.start for axis in part], declared.dtype)
+    targets: list[Index] = []
+    wanted: list[Block] = []
+    for source in declared.sources:
+        for target, index in source.pieces():
+            # Where a piece has all columns, those of the parameter are the tensor's.
+            rest = tuple(slice(0, size) for size in source.shape[len(index) :])
+            cut = _cut(target + rest, index + rest, part)
+            if cut is not None:
+                targets.append(cut[0])
+                wanted.append((source.name, cut[1]))
+    with np.errstate(over="ignore"):  # of a cast to float16, see _check_finite
+        for target, block in zip(targets, checkpoint.blocks(wanted), strict=True):
+            buffer[target] = block
+    return buffer
+
+
+def _cut(target: Index, index: Index, part: Index) -> tuple[Index, Index] | None:
+    """What of a piece is in a part: where in the part, and what of the tensor; None = nothing."""
+    places, sources = [], []
+    for place, source, bounds in zip(target, index, part, strict=True):
+        start, stop = max(place.start, bounds.start), min(place.stop, bounds.stop)
+        if start >= stop:
+            return None
+        shift = source.start - place.start
+        places.append(slice(start - bounds.start, stop - bounds.start))
+        sources.append(slice(start + shift, stop + shift))
+    return tuple(places), tuple(sources)
+
+
+def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
+    """An index with every start and stop written out."""
+    every = index + (slice(None),) * (len(shape) - len(index))
+    return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(every, shape, strict=True))
+
+
+def spread_array(array: np.ndarray, placement: Placement, spec: Any) -> jax.Array:
+    """A host array on the devices; each gets its own part only."""
+    sharding = placement.sharding(spec)
+    if placement.count == 1:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def random_parameters(declared: Sequence[Declaration], seed: int, placement: Placement) -> Weights:
+    """Random parameters, made on the devices.
+
+    A tensor's values are a function of its name and the seed, so that a model is the same however
+    it is split. Compiled once a distinct shape: for 8B shapes on an H200, one program with all
+    parameters took 59 s to compile. The generator is ``unsafe_rbg``, which a GPU runs at memory
+    speed.
 
     Args:
         declared: what the model wants.
         seed: of the generator.
-        device: where they go.
+        placement: where they go, split as declared.
     """
-    with jax.default_device(device):
-        key = jax.random.key(seed, impl="unsafe_rbg")
-        return nested(
-            {
-                d.path: _random(jax.random.fold_in(key, index), d.shape, d.dtype, d.scale)
-                for index, d in enumerate(declared)
-            }
-        )
+    key = jax.device_put(jax.random.key(seed, impl="unsafe_rbg"), placement.sharding(jax.P()))
+    return nested({d.path: _random(d, placement)(key, _hashes(d)) for d in declared})
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float | None) -> jax.Array:
-    if scale is None:
-        return jnp.ones(shape, dtype)
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+def _hashes(declaration: Declaration) -> np.ndarray:
+    names = [source.name for source in declaration.sources]
+    return np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
+
+
+def _random(declared: Declaration, placement: Placement) -> Callable[..., jax.Array]:
+    """The program that makes a parameter of a key and the hashes of its tensors' names."""
+    anonymous = tuple(Source("", s.shape, s.rows, s.columns) for s in declared.sources)
+    sharding = placement.sharding(declared.spec)
+    return _compiled(declared.shape, declared.dtype, declared.scale, anonymous, sharding)
+
+
+@cache
+def _compiled(
+    shape: tuple[int, ...],
+    dtype: Any,
+    scale: float | None,
+    sources: tuple[Source, ...],
+    sharding: Any,
+) -> Callable[..., jax.Array]:
+    def make(key: jax.Array, hashes: jax.Array) -> jax.Array:
+        made = jnp.zeros(shape, dtype)
+        for index, source in enumerate(sources):
+            tensor = jnp.ones(source.shape, dtype)
+            if scale is not None:
+                own = jax.random.fold_in(key, hashes[index])
+                tensor = jax.random.normal(own, source.shape, dtype) * jnp.asarray(scale, dtype)
+            if source.shape == shape and source == Source("", shape, ((0, 0, shape[0]),)):
+                return tensor
+            for target, part in source.pieces():
+                made = made.at[target].set(tensor[part])
+        return made
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 def _check_names_and_shapes(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
@@ -130,21 +250,24 @@ def all_finite(array: np.ndarray) -> bool:
     return bool(np.isfinite(array.astype(np.float32)).all())
 
 
-def _check_finite(buffer: np.ndarray, sources: Iterable[Source], checkpoint: Checkpoint) -> None:
+def _check_finite(buffer: np.ndarray, declared: Declaration, checkpoint: Checkpoint) -> None:
+    """Of a parameter or a part of it; where it is not, the tensors are read once more to say so."""
     if all_finite(buffer):
         return
-    for source in sources:
-        rows = buffer[source.start : source.start + source.shape[0]]
-        bad = int((~np.isfinite(rows.astype(np.float32))).sum())
+    for name, tensor in checkpoint.tensors([source.name for source in declared.sources]):
+        with np.errstate(over="ignore"):
+            cast = tensor.astype(declared.dtype)
+        bad = int((~np.isfinite(cast.astype(np.float32))).sum())
         if bad:
             raise ValueError(
-                f"{checkpoint.path}: tensor {source.name}: {bad} of {rows.size} values are NaN or "
-                f"infinite as {buffer.dtype} (stored as {checkpoint.stored_types()[source.name]})"
+                f"{checkpoint.path}: tensor {name}: {bad} of {cast.size} values are NaN "
+                f"or infinite as {cast.dtype} "
+                f"(stored as {checkpoint.stored_types()[name]})"
             )
 
 
-def nested(flat: dict[Path, jax.Array]) -> Weights:
-    """A pure dict of arrays, as ``nnx.merge`` takes it, from arrays by path."""
+def nested(flat: Mapping[Path, Any]) -> Weights:
+    """A pure dict of arrays, as ``nnx.merge`` takes it, or of what belongs to them, by path."""
     tree: dict[Any, Any] = {}
     for path, array in flat.items():
         node = tree

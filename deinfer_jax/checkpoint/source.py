@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 GGUF_MAGIC = b"GGUF"
 UNFINISHED = "unfinished.json"  # marks the directory that a CanonicalWriter works in
+ORBAX_METADATA, ORBAX_MANIFEST = "_METADATA", "manifest.ocdbt"
+
+# A tensor's name and what of it, a slice for every axis; () = all.
+Block = tuple[str, tuple[slice, ...]]
 
 
 class Checkpoint(ABC):
@@ -114,6 +118,24 @@ class Checkpoint(ABC):
         """
 
 
+class SlicedCheckpoint(Checkpoint):
+    """A checkpoint that reads parts of tensors, so that every device gets its own and no more."""
+
+    @abstractmethod
+    def blocks(self, wanted: Sequence[Block]) -> Iterator[np.ndarray]:
+        """Parts of tensors, all of which are being read at once.
+
+        Args:
+            wanted: which ones.
+
+        Yields:
+            One array for each, in order, as ``tensors`` would have it.
+
+        Raises:
+            ValueError: the data cannot be read; the message names the tensor.
+        """
+
+
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of what a tokenizer does, whatever files it comes from: words, merges and rules, special
     tokens and chat template.
@@ -156,16 +178,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint, whose format is told from the content.
 
     Args:
-        path: a Hugging Face directory (with ``config.json``), a GGUF file, or a directory with
-            exactly one ``.gguf`` file and no ``config.json``.
+        path: a Hugging Face directory (with ``config.json``), a directory that ``LLM.save`` or
+            Orbax wrote (with ``config.json`` too), a GGUF file, or a directory with exactly one
+            ``.gguf`` file and no ``config.json``.
 
     Raises:
         FileNotFoundError: the path, or a file it must have, does not exist.
-        ValueError: neither format, several GGUF files, an unsupported model, or a damaged file.
+        ValueError: none of these formats, several GGUF files, an unsupported model, or a damaged
+            or unfinished one.
     """
     # The readers import this module for its base class.
     from deinfer_jax.checkpoint.gguf import GGUFCheckpoint
     from deinfer_jax.checkpoint.hf import HuggingFaceCheckpoint
+    from deinfer_jax.checkpoint.orbax_reader import OrbaxCheckpoint
 
     path = Path(path)
     if not path.exists():
@@ -181,6 +206,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             "going or was interrupted; run the same command again to go on from there, or delete "
             "the directory"
         )
+    if any((path / name).is_file() for name in (ORBAX_METADATA, ORBAX_MANIFEST)):
+        return OrbaxCheckpoint(path)
     if (path / "config.json").is_file():
         return HuggingFaceCheckpoint(path)
     ggufs = sorted(path.glob("*.gguf"))

@@ -56,14 +56,14 @@ class Recorder(Strategy):
     def expand(self, x: Array, norm: Norm, block: Expanding) -> Any:
         """See ``Strategy.expand``."""
         h = norm(x)
-        outputs = block.outputs(h, None)
+        outputs = block.outputs(block.products(h, None))
         names = self._note(block, h)
         return tuple(self._marked(name, y) for name, y in zip(names, outputs, strict=True)), None
 
     def contract(self, h: Array, projection: Contracting) -> Array:
         """See ``Strategy.contract``."""
         (name,) = self._note(projection, h)
-        return self._marked(name, projection.outputs(h, None))
+        return self._marked(name, projection.output(projection.product(h, None)))
 
     def _note(self, block: Any, h: Array) -> tuple[str, ...]:
         sources = block.w.get_metadata()["sources"]
@@ -135,7 +135,8 @@ class BlockRunner:
         """A linear's weight, float64, out of its layer's weights."""
         d, source = self._place(module)
         array = _at(weights, d.path)
-        return np.asarray(array[source.start : source.start + source.shape[0]], np.float64)
+        ((_, start, count),) = source.rows
+        return np.asarray(array[start : start + count], np.float64)
 
     # What runs on the device, a window of T tokens at a time.
 
@@ -195,7 +196,7 @@ class BlockRunner:
             if not all_finite(tensor):
                 raise ValueError(f"{self.checkpoint.path}: tensor {name} is not finite")
             d, source = places[name]
-            arrays[d.path][source.start : source.start + source.shape[0]] = tensor
+            source.put(tensor, arrays[d.path])
         return nested({path: jax.device_put(a, self.device) for path, a in arrays.items()})
 
     def _place(self, module: str) -> tuple[Declaration, Source]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from deinfer_jax.cache.layout import CacheLayout
@@ -15,6 +18,9 @@ from deinfer_jax.config import ModelConfig
 from deinfer_jax.engine.core import Core
 from deinfer_jax.engine.memory import MemoryPlan
 from deinfer_jax.engine.runner import Runner
+from deinfer_jax.layers.parameter import declarations
+from deinfer_jax.models import build
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["LLM", "check_token_ids", "show_progress"]
 
@@ -58,6 +64,11 @@ class LLM:
         return self.core.scheduler.max_batch
 
     @property
+    def strategy(self) -> Strategy:
+        """By which the model is split over its ``strategy.devices``."""
+        return self.runner.strategy
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: the checkpoint's, else the tokenizer's."""
         if self.config.eos_token_ids:
@@ -94,6 +105,50 @@ class LLM:
         self.check_open()
         self.runner.warm_up(progress=show_progress(progress))
 
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the model as an Orbax checkpoint, which :func:`load` takes like any other, for any
+        number of devices and any strategy; each device then reads its own part only.
+
+        It has the arrays in their canonical form, by the checkpoint's names and without padding,
+        whatever the strategy and the devices that this model runs on, in the dtype that it runs in.
+        Under the strategy ``dense`` factors have been multiplied out: what is saved of a decomposed
+        model is the dense one. ``config.json``, ``generation_config.json`` and the tokenizer are
+        written beside the arrays; Orbax alone restores those as a dict by name
+        (``PyTreeCheckpointer().restore(path)``).
+
+        Args:
+            path: directory, which must not exist; parents are made. Until all is written it is
+                called ``<path>.partial``.
+
+        Returns:
+            The directory.
+
+        Raises:
+            FileExistsError: there is something at ``path``.
+            BlockingIOError: another process is writing it.
+            OSError: it cannot be written; where there is not enough space (``errno.ENOSPC``), with
+                the bytes needed and free.
+            RuntimeError: the model is closed.
+            NotImplementedError: the model is spread over several processes.
+        """
+        self.check_open()
+        from deinfer_jax.checkpoint.orbax_writer import save_orbax  # imports Orbax, which is slow
+
+        runner, dtype = self.runner, self.cache_layout.dtype
+        model = build(
+            self.config,
+            strategy=runner.strategy,
+            dtype=jnp.dtype(dtype),
+            max_context=self.max_context,
+        )
+        return save_orbax(
+            path,
+            self.config.replace(dtype=dtype),
+            declarations(model),
+            runner.weights,
+            self.tokenizer,
+        )
+
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Logits after each token of a sequence.
 
@@ -107,7 +162,8 @@ class LLM:
             ValueError: the sequence is empty or too long, or an id is not in the vocabulary.
         """
         tokens = check_token_ids(token_ids, self.config.vocab_size)
-        return np.concatenate(self._in_chunks("logits", tokens, self.runner.logits))
+        logits = np.concatenate(self._in_chunks("logits", tokens, self.runner.logits))
+        return logits[:, : self.config.vocab_size]
 
     def score(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Log-probability of each token of a sequence given those before it, the first left out.

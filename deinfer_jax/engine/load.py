@@ -1,4 +1,4 @@
-"""``load``: from a checkpoint or a config to an ``LLM`` on a device."""
+"""``load``: from a checkpoint or a config to an ``LLM`` on one device or several."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from deinfer_jax.cache.allocator import PageAllocator
 from deinfer_jax.cache.choice import DEVICES, Situation, choose_layout
 from deinfer_jax.cache.layout import default_page_size
-from deinfer_jax.checkpoint.parameters import load_parameters, random_parameters
+from deinfer_jax.checkpoint.multiplied import MultipliedOut
+from deinfer_jax.checkpoint.parameters import load_parameters, nested, random_parameters
 from deinfer_jax.checkpoint.source import Checkpoint, open_checkpoint
-from deinfer_jax.config import ModelConfig
+from deinfer_jax.config import LowRank, ModelConfig
+from deinfer_jax.engine.arrangement import arrange
 from deinfer_jax.engine.buckets import Buckets
 from deinfer_jax.engine.core import Core
 from deinfer_jax.engine.llm import LLM, show_progress
@@ -36,7 +39,6 @@ from deinfer_jax.engine.scheduler import Scheduler
 from deinfer_jax.folders import cache_folder
 from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import build
-from deinfer_jax.parallel.strategy import get_strategy
 from deinfer_kernels import check_available
 
 __all__ = ["load"]
@@ -50,7 +52,7 @@ def load(
     path_or_config: str | os.PathLike[str] | ModelConfig,
     *,
     strategy: str = "auto",
-    tensor_parallel: int | None = None,
+    tensor_parallel: int | Mesh | None = None,
     kv_cache: str = "auto",
     dtype: str | None = None,
     max_batch: int | None = None,
@@ -64,14 +66,17 @@ def load(
     progress: bool | None = None,
     seed: int = 0,
 ) -> LLM:
-    """Puts a model on a device.
+    """Puts a model on a device, or spreads it over several.
 
     Args:
         path_or_config: a Hugging Face directory (safetensors), a GGUF file or a directory with one;
             or a ``ModelConfig``, which gives random weights made on the device, for benches and
             tests.
-        strategy: how products are split over devices; this version runs on one, so ``"auto"``.
-        tensor_parallel: devices; None or 1.
+        strategy: how products are split over devices: ``"dense"``, ``"naive"``, ``"low_rank"``,
+            ``"sharded"`` (see ``docs/strategies.md``), or one that was registered. ``"dense"``
+            multiplies factors out, on one device too. ``"auto"``: the planner's choice.
+        tensor_parallel: devices, or a mesh whose only axis is ``tp``; None = all GPUs that the
+            model divides onto, one device on a CPU.
         kv_cache: what is cached of a token. ``"full"``: keys and values. ``"latent"``: the latents
             that they are computed from; decode rebuilds keys in every step. ``"full+latent"``: full
             keys and the values' latents; decode rebuilds nothing. A projection that is dense is
@@ -105,8 +110,6 @@ def load(
         FileNotFoundError: no such checkpoint, or a part of it is missing.
         OutOfDeviceMemory: weights, cache and temporaries do not fit; all are given in bytes.
     """
-    device = jax.devices()[0]
-    on_gpu = device.platform == "gpu"
     _check_positive(
         max_batch=max_batch,
         max_context=max_context,
@@ -117,7 +120,7 @@ def load(
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed: expected an integer from 0 to 2^32 - 1, got {seed!r}")
     check_available(implementation)
-    placement = get_strategy(strategy, 1 if tensor_parallel is None else tensor_parallel)
+    on_gpu = jax.devices()[0].platform == "gpu"
     _use_compilation_cache()
 
     checkpoint: Checkpoint | None = None
@@ -127,20 +130,37 @@ def load(
         checkpoint = open_checkpoint(Path(path_or_config))
         config = checkpoint.config
     dtype = _choose_dtype(dtype, config, on_gpu)
-    if page_size is None:
-        page_size = default_page_size(device.platform)
     tokenizer = _tokenizer(checkpoint)
     max_context = _check_context(config, max_context)
     batch = max_batch or (64 if on_gpu else 8)
     chunk = prefill_chunk or (2048 if on_gpu else 512)
-    model = partial(build, config, strategy=placement, dtype=jnp.dtype(dtype))
-    declared = declarations(model(max_context=config.max_position))
-    weight_bytes = sum(math.prod(d.shape) * d.dtype.itemsize for d in declared)
-    available = available_bytes(device)
     wanted_context = max_context or config.max_position
-    room = room_for_cache(
+    split, placement = arrange(
         config,
-        choose_layout(config, "full", page_size, dtype),
+        strategy,
+        tensor_parallel,
+        batch=batch,
+        context=wanted_context,
+        kv_cache=kv_cache,
+        dtype=dtype,
+    )
+    if split.multiplies_out and config.low_rank:
+        count = len(config.low_rank.slices)
+        logger.info("strategy %s: the factors of %d linears are multiplied out", split.name, count)
+        config = config.replace(low_rank=LowRank())
+        checkpoint = None if checkpoint is None else MultipliedOut(checkpoint)
+    if page_size is None:
+        page_size = default_page_size(placement.platform)
+    model = partial(build, config, strategy=split, dtype=jnp.dtype(dtype))
+    declared = declarations(model(max_context=config.max_position))
+    weight_bytes = sum(
+        math.prod(d.local_shape(placement.count)) * d.dtype.itemsize for d in declared
+    )
+    available = available_bytes(placement.device)
+    own = split.own_sizes(config)
+    room = room_for_cache(
+        own,
+        choose_layout(config, "full", page_size, dtype, strategy=split),
         weights=weight_bytes,
         context=wanted_context,
         available=available,
@@ -153,10 +173,10 @@ def load(
         cache_bytes=cache_bytes,
         room=room,
     )
-    layout = choose_layout(config, kv_cache, page_size, dtype, situation=situation)
+    layout = choose_layout(config, kv_cache, page_size, dtype, situation=situation, strategy=split)
     context, pages = choose_capacity(
         layout,
-        config,
+        own,
         weights=weight_bytes,
         batch=batch,
         max_context=max_context,
@@ -175,7 +195,7 @@ def load(
     plan = MemoryPlan(
         weights=weight_bytes,
         cache=layout.pool_bytes(pages),
-        temporaries=guess_temporaries(config, layout, context, chunk)
+        temporaries=guess_temporaries(own, layout, context, chunk)
         + pages * layout.rebuilt_bytes_per_page,
         available=available,
         bytes_per_sequence=layout.bytes_per_page * layout.pages_for(context),
@@ -183,18 +203,20 @@ def load(
     plan.check()
     with explained(lambda: plan):
         if checkpoint is None:
-            weights = random_parameters(declared, seed, device)
+            weights = random_parameters(declared, seed, placement)
         else:
             show = show_progress(progress)
-            weights = load_parameters(checkpoint, declared, device, progress=show)
+            weights = load_parameters(checkpoint, declared, placement, progress=show)
     runner = Runner(
         nnx.graphdef(model(max_context=context)),
         weights,
+        nested({d.path: d.spec for d in declared}),
         layout,
         num_pages=pages,
         max_batch=batch,
         buckets=buckets,
-        device=device,
+        strategy=split,
+        placement=placement,
         implementation=implementation,
     )
     scheduler = Scheduler(
@@ -207,9 +229,11 @@ def load(
     )
     core = Core(runner, scheduler, ahead=1 if on_gpu else 0)
     logger.info(
-        "%s on %s, %s, %s cache: %d pages of %d tokens",
+        "%s on %d %s, strategy %s, %s, %s cache: %d pages of %d tokens",
         checkpoint.description if checkpoint else "random weights",
-        device.device_kind,
+        placement.count,
+        placement.device.device_kind,
+        split.name,
         dtype,
         layout.kind,
         pages,

@@ -1,5 +1,5 @@
 """The static programs: pure functions of (weights, pools, batch state, a few small arrays from the
-host).
+host), written for one device's part of weights, pools and vocabulary.
 
 Shapes come from buckets, so a handful of compilations serve every request; what changes from step
 to step is data. Weights are arguments, pools and state are donated and updated in place, and
@@ -153,7 +153,7 @@ def prefill(
     key = request_key(chunk.key_words)
     end = chunk.start + chunk.length
     one_row = jax.tree.map(lambda scalar: scalar[None], chunk.sampling)
-    drawn = draw(model.logits(last), key[None], end[None], one_row)
+    drawn = draw(model.logits(last), key[None], end[None], one_row, model.vocabulary)
 
     token = drawn.tokens[0]
     broken = token == NOT_A_NUMBER
@@ -216,7 +216,8 @@ def decode(
         active = (slots < max_batch) & (lengths < limits)
         view: CacheView = DecodeView(tables, lengths, active, preparation, implementation)
         x, pools = model(tokens, pools, view)
-        drawn = draw(model.logits(x), rows.keys, lengths + 1, rows.sampling)
+        logits, place = model.logits(x), lengths + 1
+        drawn = draw(logits, rows.keys, place, rows.sampling, model.vocabulary)
         broken = active & (drawn.tokens == NOT_A_NUMBER)
         tokens = jnp.where(active & ~broken, drawn.tokens, tokens)
         lengths = lengths + active.astype(jnp.int32)
@@ -252,8 +253,9 @@ def logits(
     block_table: Int32[Array, " M"],
     *,
     implementation: str | None,
-) -> tuple[list[LayerPool], Float[Array, "T W"]]:
-    """Logits after each token of a chunk, float32; like ``prefill`` otherwise, but for no slot."""
+) -> tuple[list[LayerPool], Float[Array, "T w"]]:
+    """Logits after each token of a chunk, float32, of the words that this device has; like
+    ``prefill`` otherwise, but for no slot."""
     model = nnx.merge(graph, weights)
     x, pools = model(tokens, pools, PrefillView(block_table, start, length, implementation))
     return pools, model.logits(x)
@@ -274,8 +276,8 @@ def score(
     """Log-probability of ``targets[t]`` after ``tokens[: t + 1]``, float32, and whether it is the
     most likely word (the first of equals), so that the host gets two numbers a token and not a
     vocabulary."""
-    pools, every = logits(
-        graph, weights, pools, tokens, start, length, block_table, implementation=implementation
-    )
-    wanted = jnp.take_along_axis(every, targets[:, None], axis=1)[:, 0]
-    return pools, wanted - jax.nn.logsumexp(every, axis=1), jnp.argmax(every, axis=1) == targets
+    model = nnx.merge(graph, weights)
+    x, pools = model(tokens, pools, PrefillView(block_table, start, length, implementation))
+    every, vocabulary = model.logits(x), model.vocabulary
+    scores = vocabulary.take(every, targets) - vocabulary.logsumexp(every)
+    return pools, scores[:, 0], vocabulary.largest(every)[1] == targets

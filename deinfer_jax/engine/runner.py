@@ -1,9 +1,10 @@
-"""Owns what lives on the device (weights, pools, batch state) and the compiled programs that run on
-it."""
+"""Owns what lives on the devices (weights, pools, batch state) and the compiled programs that run
+there."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
 from deinfer_jax.cache.layout import CacheLayout
-from deinfer_jax.cache.pool import LayerPool, empty_pool
+from deinfer_jax.cache.pool import LayerPool, empty_pool, pool_specs
 from deinfer_jax.cache.preparation import Preparation, prepare
 from deinfer_jax.engine import programs
 from deinfer_jax.engine.buckets import Buckets, Key, described, fit
@@ -26,6 +28,8 @@ from deinfer_jax.engine.programs import Growth, PromptChunk
 from deinfer_jax.engine.request import Request, Sampling
 from deinfer_jax.engine.sampler import Drawn, SamplingParams
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
+from deinfer_jax.parallel.mesh import AXIS, Placement
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["RecompilationError", "Runner"]
 
@@ -41,12 +45,14 @@ class Runner:
 
     Args:
         graph: structure of the model.
-        weights: its parameters, on ``device``.
-        layout: of the cache.
+        weights: its parameters, on the devices.
+        specs: how they are split, in the same tree.
+        layout: of the cache, on one device.
         num_pages: pages of each pool.
         max_batch: slots.
         buckets: shapes of the programs.
-        device: where everything lives.
+        strategy: by which the model is split.
+        placement: where everything lives.
         implementation: of the kernels, see ``deinfer_kernels``.
 
     Attributes:
@@ -58,16 +64,21 @@ class Runner:
         self,
         graph: nnx.GraphDef[Any],
         weights: programs.Weights,
+        specs: Any,
         layout: CacheLayout,
         *,
         num_pages: int,
         max_batch: int,
         buckets: Buckets,
-        device: Any,
+        strategy: Strategy,
+        placement: Placement,
         implementation: str | None,
     ) -> None:
         self.graph, self.weights, self.layout = graph, weights, layout
-        self.buckets, self.device, self.implementation = buckets, device, implementation
+        self.buckets, self.strategy, self.placement = buckets, strategy, placement
+        self.implementation = implementation
+        self.weight_specs = specs
+        self.pool_specs = [pool_specs(layer, *strategy.pool_specs()) for layer in layout.layers]
         self.num_pages = num_pages
         self.max_batch = max(2, max_batch)
         self.max_pages = buckets.pages[-1]
@@ -123,7 +134,8 @@ class Runner:
         return drawn
 
     def logits(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> np.ndarray:
-        """Logits float32 [len(tokens), W] of a chunk at ``start`` whose sequence owns ``pages``."""
+        """Logits float32 [len(tokens), ≥ W] of a chunk at ``start`` whose sequence owns ``pages``;
+        −inf behind W, where the vocabulary does not divide."""
         (logits,) = self._read_chunk("logits", [tokens], start, pages)
         return logits
 
@@ -159,19 +171,16 @@ class Runner:
     def reset(self) -> None:
         """Empty pools and idle slots, for after a step that failed: what it was given is gone."""
         self._delete(self.pools, self.state)  # first, or there would be no room for the new ones
-        page_size, dtype = self.layout.page_size, jnp.dtype(self.layout.dtype)
-        with jax.default_device(self.device), explained(lambda: self._plan(0)):
-            self.pools = [
-                empty_pool(layer, self.num_pages, page_size, dtype) for layer in self.layout.layers
-            ]
-            self.state = programs.empty_state(self.max_batch, self.max_pages)
+        with explained(lambda: self._plan(0)):
+            self.pools = self._made(self._empty_pools, self.pool_specs)
+            self.state = self._made(self._empty_state, PartitionSpec())
 
     def warm_up(self, *, progress: bool) -> None:
         """Compiles every program that serving can need; from then on the guard holds."""
         keys = [key for key in self.buckets.programs() if key not in self._executables]
         # XLA compiles without Python's lock: one program is traced while others are compiled. On a
         # GPU one at a time, because compiling there includes timing candidates.
-        on_cpu = self.device.platform == "cpu"
+        on_cpu = self.placement.platform == "cpu"
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2) if on_cpu else 1) as pool:
             jobs = {pool.submit(self._lower(key).compile): key for key in keys}
             bar = tqdm(total=len(jobs), desc="compiling", unit="program", disable=not progress)
@@ -217,7 +226,8 @@ class Runner:
         # A GPU would compute float32 products in TensorFloat-32, with 10 bits of mantissa.
         exact = "highest" if self.layout.dtype == "float32" else None
         with jax.default_matmul_precision(exact or jax.config.jax_default_matmul_precision):
-            return jax.jit(function, donate_argnums=_DONATED[key[0]]).lower(*arguments)
+            spread = self.placement.spread(function, *self._specs(key[0]))
+            return jax.jit(spread, donate_argnums=_DONATED[key[0]]).lower(*arguments)
 
     def _keep(self, key: Key, executable: jax.stages.Compiled) -> None:
         self._plan(_temporary_bytes(executable)).check()
@@ -256,17 +266,51 @@ class Runner:
         rest = (scalar, scalar, self._table([], pages))
         return function, (self.weights, self.pools, *ids, *rest)
 
+    def _specs(self, kind: str) -> tuple[Any, Any]:
+        """How arguments and results of a program are split: what no collective has split is the
+        same on every device."""
+        weights, pools, same = self.weight_specs, self.pool_specs, PartitionSpec()
+        if kind == "copy":
+            return (pools, same, same), pools
+        if kind == "prefill":
+            return (weights, pools, same, same), (pools, same, same)
+        if kind == "decode":
+            return (weights, pools, same, same, same, same), (pools, same, same)
+        if kind == "logits":
+            return (weights, pools, *4 * (same,)), (pools, PartitionSpec(None, AXIS))
+        assert kind == "score"
+        return (weights, pools, *5 * (same,)), (pools, same, same)
+
     def _run(self, key: Key, *arguments: Any) -> Any:
         executable = self.executable(key)
         with explained(lambda: self._plan(_temporary_bytes(executable))):
-            return executable(*arguments)
+            results = executable(*arguments)
+            if self.placement.count > 1 and self.placement.platform == "cpu":
+                # Programs with collectives that queue up on simulated devices wait for each other
+                # forever: 40 pass, 64 do not.
+                jax.block_until_ready(results)
+            return results
+
+    def _made(self, function: Callable[[], Any], specs: Any) -> Any:
+        """What a function of nothing makes, on the devices; each makes its own part."""
+        placement = self.placement
+        spread = placement.spread(function, (), specs)
+        shardings = jax.tree.map(placement.sharding, specs)
+        return jax.jit(spread, out_shardings=shardings)()
+
+    def _empty_pools(self) -> list[LayerPool]:
+        page_size, dtype = self.layout.page_size, jnp.dtype(self.layout.dtype)
+        return [empty_pool(one, self.num_pages, page_size, dtype) for one in self.layout.layers]
+
+    def _empty_state(self) -> programs.BatchState:
+        return programs.empty_state(self.max_batch, self.max_pages)
 
     def _plan(self, temporaries: int) -> MemoryPlan:
         return MemoryPlan(
-            weights=sum(array.nbytes for array in jax.tree.leaves(self.weights)),
+            weights=sum(map(_own_bytes, jax.tree.leaves(self.weights))),
             cache=self.layout.pool_bytes(self.num_pages),
             temporaries=temporaries,
-            available=available_bytes(self.device),
+            available=available_bytes(self.placement.device),
             bytes_per_sequence=self.layout.bytes_per_page * self.max_pages,
         )
 
@@ -327,6 +371,11 @@ def _padded(tokens: Sequence[int], length: int) -> Any:
     padded = np.zeros(length, np.int32)
     padded[: len(tokens)] = tokens
     return padded
+
+
+def _own_bytes(array: jax.Array) -> int:
+    """Of a device's part."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _temporary_bytes(executable: jax.stages.Compiled) -> int:

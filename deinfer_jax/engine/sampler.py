@@ -1,7 +1,11 @@
 """Next-token choice on the device, one independent decision a row.
 
 A row's noise is a function of its key, its position and the word alone, so neither its neighbours
-in the batch nor (once the head is split) the shard that holds a word can change what is drawn.
+in the batch nor the device that holds a word can change what is drawn.
+
+Logits may be split over devices, see ``Vocabulary``. What is drawn is the same on all of them then.
+A step brings each device 2p elements a row if it is greedy; a sampled one 4p; filters see ``kept``;
+log-probabilities take 3p + 2p · ``MOST_LOGPROBS`` more.
 
 What nobody in the batch asked for is skipped on the device. On a GPU that stays within the CUDA
 graph only as long as no branch loops or sorts: otherwise the host would wait, in the call of the
@@ -11,7 +15,6 @@ unrolled there, which on a CPU would only take compile time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +23,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from deinfer_jax.engine.filters import kept
+from deinfer_jax.parallel.vocabulary import WHOLE, Vocabulary
 
 __all__ = [
     "MOST_LOGPROBS",
@@ -108,32 +114,19 @@ def gumbel_noise(
     return jax.vmap(row)(keys, positions)
 
 
-def filter_words(tempered: Float[Array, "B W"], params: SamplingParams) -> Bool[Array, "B W"]:
+def filter_words(
+    tempered: Float[Array, "B W"], params: SamplingParams, vocabulary: Vocabulary = WHOLE
+) -> Bool[Array, "B W"]:
     """Which words top-k, top-p and min-p keep; words that tie with the last one kept are kept too.
+    Of greedy rows, which are not filtered, it may be any.
 
-    Instead of sorting, the thresholds are searched for in the float32 bit patterns: 16 passes, two
-    bits each, give the exact k-th largest value, and as many the exact value at which the mass
-    reaches p.
+    Args:
+        tempered: float32, logits divided by the temperature.
+        params: per row.
+        vocabulary: which words the columns are.
     """
-    order = _ordered_bits(tempered)
-    words = tempered.shape[1]
-
-    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, words), words)
-    kth = _largest_threshold(lambda t: jnp.sum(order >= t[:, None], axis=1) >= k, order.shape[0])
-    keep = order >= kth[:, None]
-
-    mass = jnp.where(keep, jnp.exp(tempered - tempered.max(axis=1, keepdims=True)), 0.0)
-    # Never 0, which all thresholds would reach, even the one that keeps no word.
-    tiny = jnp.finfo(jnp.float32).tiny
-    goal = jnp.maximum(params.top_p * mass.sum(axis=1), tiny)
-    cut = _largest_threshold(
-        lambda t: jnp.sum(jnp.where(order >= t[:, None], mass, 0.0), axis=1) >= goal, order.shape[0]
-    )
-    keep &= (order >= cut[:, None]) | (params.top_p >= 1.0)[:, None]
-
-    return keep & (
-        mass >= params.min_p[:, None]
-    )  # mass is relative to the most likely word already
+    asked = params.temperature > 0
+    return kept(tempered, params.top_k, params.top_p, params.min_p, asked, vocabulary)
 
 
 def draw(
@@ -141,17 +134,17 @@ def draw(
     keys: UInt32[Array, "B 2"],
     positions: Int32[Array, " B"],
     params: SamplingParams,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Drawn:
     """``sample``, and log-probabilities if any row wants them: of the word drawn and of the
     ``MOST_LOGPROBS`` most likely ones (of all words, if there are fewer)."""
-    words = sample(logits, keys, positions, params)
-    count = min(MOST_LOGPROBS, logits.shape[1])
+    words = sample(logits, keys, positions, params, vocabulary)
+    count = min(MOST_LOGPROBS, vocabulary.words(logits.shape[1]))
 
     def compare(logits: Array) -> tuple[Array, Array, Array]:
-        whole = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-        best = _most_likely(logits, count)
-        best_logits = jnp.take_along_axis(logits, best, axis=1)
-        chosen = jnp.take_along_axis(logits, jnp.maximum(words, 0)[:, None], axis=1)
+        whole = vocabulary.logsumexp(logits)
+        best, best_logits = vocabulary.best(logits, count)
+        chosen = vocabulary.take(logits, jnp.maximum(words, 0))
         return (chosen - whole)[:, 0], best, best_logits - whole
 
     def nothing(logits: Array) -> tuple[Array, Array, Array]:
@@ -168,81 +161,33 @@ def sample(
     keys: UInt32[Array, "B 2"],
     positions: Int32[Array, " B"],
     params: SamplingParams,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Int32[Array, " B"]:
     """One word a row; NOT_A_NUMBER where a row's logits contain a NaN or +inf, or nothing but −inf.
 
     Args:
-        logits: float32.
+        logits: float32, of the words that are on this device.
         keys: of the requests, see ``request_key``.
         positions: of the token to be drawn, from 0 at the start of the prompt.
         params: per row.
+        vocabulary: which words the columns are.
     """
+    best, likeliest = vocabulary.largest(logits)  # NaN if any logit is
 
     def noisy(logits: Array, *, filters: bool) -> Array:
         temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
         # From the largest down, so that a tiny temperature cannot overflow all words to infinity.
-        tempered = (logits - logits.max(axis=1, keepdims=True)) / temperature[:, None]
-        noise = gumbel_noise(keys, positions, jnp.arange(logits.shape[1], dtype=jnp.uint32))
+        tempered = (logits - best) / temperature[:, None]
+        noise = gumbel_noise(keys, positions, vocabulary.numbers(logits.shape[1]))
         scores = tempered + noise
         if filters:
-            scores = jnp.where(filter_words(tempered, params), scores, -jnp.inf)
-        return jnp.where(params.temperature > 0, _argmax(scores), _argmax(logits))
+            scores = jnp.where(filter_words(tempered, params, vocabulary), scores, -jnp.inf)
+        return jnp.where(params.temperature > 0, vocabulary.largest(scores)[1], likeliest)
 
     sampled = params.temperature > 0
     filtered = sampled & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
     # The whole batch takes the way that its most demanding row needs.
     way = sum(jnp.any(rows).astype(jnp.int32) for rows in (sampled, filtered))
-    words = jax.lax.switch(
-        way, [_argmax, partial(noisy, filters=False), partial(noisy, filters=True)], logits
-    )
-    best = logits.max(axis=1)  # NaN if any logit is
-    return jnp.where(jnp.isfinite(best), words, NOT_A_NUMBER)
-
-
-def _argmax(logits: Array) -> Array:
-    return jnp.argmax(logits, axis=1).astype(jnp.int32)
-
-
-def _ordered_bits(x: Array) -> Array:
-    """uint32 in the order of the float32 values."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _most_likely(logits: Array, count: int) -> Array:
-    """int32 [B, count], the words with the largest logits, falling; the first of equals first."""
-
-    def by_passes(logits: Array) -> Array:
-        order = _ordered_bits(logits)
-        numbers = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
-        found = [_argmax(order)]
-        for _ in range(count - 1):
-            last = jnp.take_along_axis(order, found[-1][:, None], axis=1)
-            after = (order < last) | ((order == last) & (numbers > found[-1][:, None]))
-            found.append(_argmax(jnp.where(after, order, 0)))  # 0 is below every float's bits
-        return jnp.stack(found, axis=1)
-
-    return jax.lax.platform_dependent(
-        logits, cpu=lambda logits: jax.lax.top_k(logits, count)[1], default=by_passes
-    )
-
-
-def _largest_threshold(reaches: Callable[[Array], Array], batch: int) -> Array:
-    """Largest uint32 t a row for which ``reaches(t)`` holds, where it holds up to some t and not
-    beyond. Two bits a pass, the highest first."""
-
-    def one_pass(i: Array | int, low: Array) -> Array:
-        shift = jnp.uint32(30 - 2 * i)
-        reached = [reaches(low | (jnp.uint32(digit) << shift)) for digit in (1, 2, 3)]
-        return low | (sum(hit.astype(jnp.uint32) for hit in reached) << shift)
-
-    def unrolled(low: Array) -> Array:
-        for i in range(16):
-            low = one_pass(i, low)
-        return low
-
-    return jax.lax.platform_dependent(
-        jnp.zeros(batch, jnp.uint32),
-        cpu=lambda low: jax.lax.fori_loop(0, 16, one_pass, low),
-        default=unrolled,
-    )
+    ways = [lambda _: likeliest, partial(noisy, filters=False), partial(noisy, filters=True)]
+    words = jax.lax.switch(way, ways, logits)
+    return jnp.where(jnp.isfinite(best[:, 0]), words, NOT_A_NUMBER)

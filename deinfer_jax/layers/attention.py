@@ -37,31 +37,33 @@ class Attention(nnx.Module):
         *,
         dtype: jnp.dtype,
     ) -> None:
-        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        inner = f"{name}.self_attn"
-        self.norm = RMSNorm(f"{name}.input_layernorm", D, config.rms_norm_eps, dtype=dtype)
+        D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        inner, heads = f"{name}.self_attn", strategy.heads(config)
+        self.norm = RMSNorm(f"{name}.input_layernorm", strategy.residual(D), eps, dtype=dtype)
         self.qkv = Expand(
             inner,
-            {"q_proj": N * H, "k_proj": K * H, "v_proj": K * H},
+            {"q_proj": heads.queries, "k_proj": heads.kv, "v_proj": heads.kv},
             D,
             bias=config.qkv_bias,
             low_rank=config.low_rank,
             dtype=dtype,
+            strategy=strategy,
         )
 
         def head_norm(short: str) -> RMSNorm | None:
             if not config.qk_norm:
                 return None
-            return RMSNorm(f"{inner}.{short}", H, config.rms_norm_eps, dtype=dtype)
+            return RMSNorm(f"{inner}.{short}", H, eps, dtype=dtype)
 
         self.q_norm, self.k_norm = head_norm("q_norm"), head_norm("k_norm")
         self.o = Contract(
             f"{inner}.o_proj",
-            N * H,
+            heads.queries,
             D,
             bias=config.o_bias,
             low_rank=config.low_rank,
             dtype=dtype,
+            strategy=strategy,
         )
         self.head_dim, self.window, self.strategy = H, window, strategy
 
@@ -103,5 +105,6 @@ class Attention(nnx.Module):
             kv_heads=full.shape[1],
             eps=0.0 if norm is None else norm.eps,
             rotary=rotary,
+            combine=self.strategy.combine_rebuilt,
         )
         return Cacheable(full=full, latent=self.qkv.latent(short, z), rebuild=rebuild)

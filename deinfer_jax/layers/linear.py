@@ -1,14 +1,16 @@
 """The linears of a block, dense or low-rank: y = W x + b, or y = u (v x) + b.
 
 :class:`Expand` holds the projections that read the same input, as stacked products;
-:class:`Contract` holds the one that writes the residual stream. How they are split over devices and
-where the collectives stand is a strategy's business (``deinfer_jax.parallel``), which calls the two
-stages, ``latents`` and ``outputs``, one after the other.
+:class:`Contract` holds the one that writes the residual stream. A strategy
+(``deinfer_jax.parallel``) says how their arrays are split over devices, and calls their stages one
+after the other, with the collectives in between. Inside them everything is the device's own part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,11 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from deinfer_jax.config import LowRank, Slice
-from deinfer_jax.layers.parameter import Source, parameter, stacked
+from deinfer_jax.layers.parameter import INIT_SCALE, Rows, concatenated, parameter
+from deinfer_jax.parallel.shares import Share, deal, whole
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["Contract", "Expand", "product"]
 
-INIT_SCALE = 0.02
 WEIGHT_FIRST_ROWS = 128  # see `product`
 _LAST_AXES = (((1,), (1,)), ((), ()))  # both operands are contracted over their last axis
 
@@ -58,78 +61,115 @@ class Expand(nnx.Module):
     5] that reads z[:, 0:5]; with a v each, of ranks 5 and 3, v is [8, D] and two u's read z[:, 0:5]
     and z[:, 5:8].
 
-    *Sharding contract*: u and w may be split on their outputs (heads, F), v on R or on D; the
-    collective, if any, stands between ``latents`` and ``outputs`` and moves R elements a token. On
-    one device all are whole.
+    *Sharding contract*: w is split on its outputs (heads, F) or on D; v on R or on D; u on its
+    outputs or on its rank, and in that case v on the rank of each slice alone, so that the two
+    match. Collectives stand between ``latents``, ``products`` and ``outputs``; what they move is
+    the strategy's to say.
 
     Args:
         parent: module the projections belong to, e.g. ``model.layers.0.self_attn``.
-        outputs: output width by projection, in order.
+        outputs: by projection, in order, its output width or how that is dealt to devices.
         in_features: D.
         bias: whether each projection has a bias.
         low_rank: the slices; a projection not in there is dense.
+        strategy: how the arrays are split.
     """
 
     def __init__(
         self,
         parent: str,
-        outputs: Mapping[str, int],
+        outputs: Mapping[str, int | Share],
         in_features: int,
         *,
         bias: bool,
         low_rank: LowRank,
         dtype: jnp.dtype,
+        strategy: Strategy | None = None,
     ) -> None:
+        strategy = strategy or Strategy()
+        split, devices = strategy.expanding, strategy.devices
+        shares = {short: _share(width) for short, width in outputs.items()}
         names = {short: f"{parent}.{short}" for short in outputs}
         slices = {short: low_rank.get(name) for short, name in names.items()}
+        every = whole(in_features)
 
         dense = [short for short in outputs if slices[short] is None]
-        self.dense_outputs = tuple((short, outputs[short]) for short in dense)
-        weights = stacked(
-            [(f"{names[short]}.weight", (outputs[short], in_features)) for short in dense]
-        )
-        self.w = parameter(weights, dtype, scale=INIT_SCALE) if dense else None
+        self.dense_outputs = tuple((short, shares[short].width) for short in dense)
+        weights = [Rows(f"{names[short]}.weight", shares[short]) for short in dense]
+        columns = deal(in_features, devices) if split.w == "in" else every
+        self.w = parameter(weights, dtype, scale=INIT_SCALE, columns=columns) if dense else None
 
         # One entry a distinct slice: the members that read it.
         groups: dict[Slice, list[str]] = {}
-        factor_ranks: dict[str, int] = {}
         for short in outputs:
             piece = slices[short]
             if piece is not None:
                 groups.setdefault(piece, []).append(short)
-                factor_ranks[piece.v] = max(factor_ranks.get(piece.v, 0), piece.offset + piece.rank)
-        factors = stacked([(v, (rank, in_features)) for v, rank in factor_ranks.items()])
-        self.v = parameter(factors, dtype, scale=INIT_SCALE) if groups else None
+        factor_ranks: dict[str, int] = {}
+        for piece in groups:
+            factor_ranks[piece.v] = max(factor_ranks.get(piece.v, 0), piece.offset + piece.rank)
+        pair = {piece: deal(piece.rank, devices if split.u == "rank" else 1) for piece in groups}
+        if split.u == "rank":
+            rows = [Rows(s.v, pair[s], s.offset, factor_ranks[s.v]) for s in groups]
+            starts = _starts([pair[piece].width for piece in groups])
+            first = partial(parameter, rows, columns=every)
+        else:
+            begin = dict(zip(factor_ranks, _starts(factor_ranks.values()), strict=True))
+            starts = [begin[piece.v] + piece.offset for piece in groups]
+            columns = strategy.residual(in_features) if split.v == "in" else every
+            parts = devices if split.v == "rank" else 1
+            first = partial(concatenated, list(factor_ranks.items()), parts, columns=columns)
+        self.v = first(dtype=dtype, scale=INIT_SCALE) if groups else None
         self.u = nnx.List([])
         for piece, members in groups.items():
-            seconds = stacked([(f"{names[m]}.u.weight", (outputs[m], piece.rank)) for m in members])
-            self.u.append(parameter(seconds, dtype, scale=INIT_SCALE))
-        start = {factor.name: factor.start for factor in factors}
+            seconds = [Rows(f"{names[m]}.u.weight", shares[m]) for m in members]
+            self.u.append(parameter(seconds, dtype, scale=INIT_SCALE, columns=pair[piece]))
         self.group_outputs = tuple(
-            tuple((m, outputs[m]) for m in group) for group in groups.values()
+            tuple((m, shares[m].width) for m in group) for group in groups.values()
         )
-        self.group_slices = tuple((start[piece.v] + piece.offset, piece.rank) for piece in groups)
+        self.group_slices = tuple(
+            (start, pair[piece].width) for start, piece in zip(starts, groups, strict=True)
+        )
 
-        biases = stacked([(_bias_name(names[m], slices[m]), (outputs[m],)) for m in outputs])
+        biases = [Rows(_bias_name(names[m], slices[m]), shares[m]) for m in outputs]
         self.bias = parameter(biases, dtype, scale=INIT_SCALE) if bias else None
-        self.order, self.widths = tuple(outputs), tuple(outputs.values())
+        self.order = tuple(outputs)
+        self.widths = tuple(shares[m].width for m in outputs)
 
-    def latents(self, x: Float[Array, "T D"]) -> Float[Array, "T R"] | None:
+    @property
+    def has_dense(self) -> bool:
+        """Whether any of the projections is dense."""
+        return self.w is not None
+
+    def latents(self, x: Float[Array, "T d"]) -> Float[Array, "T R"] | None:
         """First stage: z = v x of all decomposed projections, or None where all are dense."""
         return None if self.v is None else product(self.v[...], x)
 
-    def outputs(
-        self, x: Float[Array, "T D"], z: Float[Array, "T R"] | None
-    ) -> tuple[Float[Array, "T O"], ...]:
-        """Second stage: every projection's output, in declaration order."""
-        found: dict[str, Array] = {}
+    def products(
+        self, x: Float[Array, "T d"] | None, z: Float[Array, "T R"] | None
+    ) -> list[Float[Array, "T _"]]:
+        """Second stage: the product of the dense projections, then one a group of the others,
+        without biases.
+
+        Args:
+            x: the input, of which only dense projections read anything.
+            z: the latents.
+        """
+        found = []
         if self.w is not None:
-            found.update(_split(product(self.w[...], x), self.dense_outputs))
-        for u, members, (offset, rank) in zip(
-            self.u, self.group_outputs, self.group_slices, strict=True
-        ):
+            assert x is not None
+            found.append(product(self.w[...], x))
+        for u, (offset, rank) in zip(self.u, self.group_slices, strict=True):
             assert z is not None
-            found.update(_split(product(u[...], z[:, offset : offset + rank]), members))
+            found.append(product(u[...], z[:, offset : offset + rank]))
+        return found
+
+    def outputs(self, products: list[Float[Array, "T _"]]) -> tuple[Float[Array, "T _"], ...]:
+        """Third stage: every projection's output with its bias, in declaration order."""
+        groups = ((self.dense_outputs,) if self.has_dense else ()) + self.group_outputs
+        found: dict[str, Array] = {}
+        for y, members in zip(products, groups, strict=True):
+            found.update(_split(y, members))
         if self.bias is None:
             return tuple(found[short] for short in self.order)
         biases = jnp.split(self.bias[...], _starts(self.widths)[1:])
@@ -169,69 +209,86 @@ class Expand(nnx.Module):
 class Contract(nnx.Module):
     """The projection that writes the residual stream (o, down): dense, or u (v h).
 
-    *Sharding contract*: w and v may be split on their inputs (heads, F), u on D; the collective
-    stands between ``latents`` and ``outputs`` (R elements a token), or behind w (D elements). On
-    one device all are whole.
+    *Sharding contract*: w and v may be split on their inputs (heads, F), or v and u on the rank; u
+    may be split on D, or be whole. Collectives stand between ``latents``, ``product`` and
+    ``output``.
 
     Args:
         name: the module, e.g. ``model.layers.0.self_attn.o_proj``.
+        inputs: input width, or how that is dealt to devices.
+        out_features: D.
+        strategy: how the arrays are split.
     """
 
     def __init__(
         self,
         name: str,
-        in_features: int,
+        inputs: int | Share,
         out_features: int,
         *,
         bias: bool,
         low_rank: LowRank,
         dtype: jnp.dtype,
+        strategy: Strategy | None = None,
     ) -> None:
+        strategy = strategy or Strategy()
+        split, devices = strategy.contracting, strategy.devices
+        outputs, columns = strategy.residual(out_features), _share(inputs)
+        every = whole(out_features)
         piece = low_rank.get(name)
-        # Nothing else reads its input, so ``LowRank`` has seen to it that the slice is all of v.
+        # Where every device has all inputs, a weight that is to be split on them is cut anew.
+        own = deal(columns.size, devices if split.w == "in" else 1)
+        used = columns if columns.split else own
+        # Nothing else reads the input, so ``LowRank`` has seen to it that the slice is all of v.
+        rank = 1 if piece is None else piece.rank
+        of_v, of_u = (deal(rank, devices if axis == "rank" else 1) for axis in (split.v, split.u))
 
-        def single(tensor: str, *shape: int) -> nnx.Param[Any]:
-            return parameter([Source(tensor, 0, shape)], dtype, scale=INIT_SCALE)
+        def single(tensor: str, rows: Share, columns: Share | None) -> nnx.Param[Any]:
+            return parameter([Rows(tensor, rows)], dtype, scale=INIT_SCALE, columns=columns)
 
-        self.w = single(f"{name}.weight", out_features, in_features) if piece is None else None
-        self.v = single(piece.v, piece.rank, in_features) if piece is not None else None
-        self.u = single(f"{name}.u.weight", out_features, piece.rank) if piece is not None else None
-        self.bias = single(_bias_name(name, piece), out_features) if bias else None
+        self.w = single(f"{name}.weight", every, used) if piece is None else None
+        self.v = single(piece.v, of_v, columns) if piece is not None else None
+        self.u = single(f"{name}.u.weight", outputs, of_u) if piece is not None else None
+        self.bias = single(_bias_name(name, piece), outputs, None) if bias else None
 
     def latents(self, h: Float[Array, "T I"]) -> Float[Array, "T R"] | None:
         """First stage: z = v h, or None where the projection is dense."""
         return None if self.v is None else product(self.v[...], h)
 
-    def outputs(self, h: Float[Array, "T I"], z: Float[Array, "T R"] | None) -> Float[Array, "T O"]:
-        """Second stage: what is added to the residual."""
+    def product(self, h: Float[Array, "T I"], z: Float[Array, "T R"] | None) -> Float[Array, "T O"]:
+        """Second stage: u z, or w h where the projection is dense, without the bias."""
         if self.w is not None:
-            y = product(self.w[...], h)
-        else:
-            assert self.u is not None and z is not None
-            y = product(self.u[...], z)
-        return y if self.bias is None else y + self.bias[...][None, :]
+            return product(self.w[...], h)
+        assert self.u is not None and z is not None
+        return product(self.u[...], z)
+
+    def output(self, product: Float[Array, "T O"]) -> Float[Array, "T O"]:
+        """Third stage: with the bias, what is added to the residual."""
+        return product if self.bias is None else product + self.bias[...][None, :]
+
+
+def _share(width: int | Share) -> Share:
+    return whole(width) if isinstance(width, int) else width
 
 
 def _bias_name(module: str, piece: Slice | None) -> str:
     return f"{module}.bias" if piece is None else f"{module}.u.bias"
 
 
-def _starts(widths: tuple[int, ...]) -> list[int]:
-    starts = [0]
-    for width in widths[:-1]:
-        starts.append(starts[-1] + width)
-    return starts
+def _starts(widths: Iterable[int]) -> list[int]:
+    """Where each of some widths begins that lie side by side."""
+    return list(itertools.accumulate(widths, initial=0))[:-1]
 
 
 def _rows(stack: Array, members: tuple[tuple[str, int], ...], short: str) -> Array:
     """The rows of one of the members that are stacked on the first axis."""
-    starts = _starts(tuple(width for _, width in members))
+    starts = _starts([width for _, width in members])
     index = [member for member, _ in members].index(short)
     return stack[starts[index] : starts[index] + members[index][1]]
 
 
 def _split(y: Array, members: tuple[tuple[str, int], ...]) -> dict[str, Array]:
-    starts = _starts(tuple(width for _, width in members))
+    starts = _starts([width for _, width in members])
     return {
         short: y[:, start : start + width]
         for (short, width), start in zip(members, starts, strict=True)

@@ -42,8 +42,13 @@ class GatedMLP(nnx.Module):
         if config.hidden_act not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ValueError(f"hidden_act: expected one of {known}, got {config.hidden_act!r}")
-        D, F = config.hidden_size, config.intermediate_size
-        self.norm = RMSNorm(f"{name}.post_attention_layernorm", D, config.rms_norm_eps, dtype=dtype)
+        D, F = config.hidden_size, strategy.units(config.intermediate_size)
+        self.norm = RMSNorm(
+            f"{name}.post_attention_layernorm",
+            strategy.residual(D),
+            config.rms_norm_eps,
+            dtype=dtype,
+        )
         self.gate_up = Expand(
             f"{name}.mlp",
             {"gate_proj": F, "up_proj": F},
@@ -51,6 +56,7 @@ class GatedMLP(nnx.Module):
             bias=config.mlp_bias,
             low_rank=config.low_rank,
             dtype=dtype,
+            strategy=strategy,
         )
         self.down = Contract(
             f"{name}.mlp.down_proj",
@@ -59,6 +65,7 @@ class GatedMLP(nnx.Module):
             bias=config.mlp_bias,
             low_rank=config.low_rank,
             dtype=dtype,
+            strategy=strategy,
         )
         self.act, self.strategy = config.hidden_act, strategy
 

@@ -58,7 +58,7 @@ class Llama(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, max_context: int, strategy: Strategy, dtype: jnp.dtype
     ) -> None:
-        D, W = config.hidden_size, config.vocab_size
+        D, W = config.hidden_size, strategy.words(config.vocab_size)
         self.embedding = WordTable("model.embed_tokens", W, D, dtype=dtype)
         self.layers = nnx.List(
             [DecoderLayer(i, config, strategy, dtype=dtype) for i in range(config.num_layers)]
@@ -67,7 +67,7 @@ class Llama(nnx.Module):
         tied = config.tie_embeddings
         self.head = None if tied else WordTable("lm_head", W, D, dtype=dtype)
         self.rotary = Rotary(config.rope, config.head_dim, max_context)
-        self.strategy = strategy
+        self.strategy, self.vocabulary = strategy, strategy.vocabulary(config.vocab_size)
 
     def __call__(
         self, tokens: Int32[Array, " T"], pools: Sequence[LayerPool], view: CacheView
@@ -94,7 +94,7 @@ class Llama(nnx.Module):
             new_pools.append(pool)
         return stream, new_pools
 
-    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T W"]:
-        """Float32 logits of rows of the residual stream."""
+    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T w"]:
+        """Float32 logits of rows of the residual stream, of the words that this device has."""
         table = self.head if self.head is not None else self.embedding
         return self.strategy.logits(x, self.norm, table)

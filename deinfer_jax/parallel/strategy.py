@@ -1,64 +1,165 @@
 """The seam between a model's maths and its placement on devices.
 
 A block's *expanding* projections (q k v, gate up) read the residual stream, its *contracting* one
-(o, down) writes it. A strategy says how each is computed, together with the norm in front and the
-layout of the residual; models call these methods and never branch on the strategy.
+(o, down) writes it. A strategy says on which axis their arrays are split, and how each is computed,
+together with the norm in front and the layout of the residual; models call these methods and never
+branch on the strategy.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-__all__ = ["STRATEGIES", "Strategy", "get_strategy"]
+from deinfer_jax.config import ModelConfig
+from deinfer_jax.parallel.mesh import AXIS
+from deinfer_jax.parallel.shares import Heads, Share, deal, deal_heads, whole
+from deinfer_jax.parallel.vocabulary import WHOLE, Vocabulary
+
+__all__ = [
+    "Contracting",
+    "Expanding",
+    "Norm",
+    "Split",
+    "Strategy",
+    "Table",
+]
 
 
 @runtime_checkable
 class Norm(Protocol):
-    """Normalisation of the residual stream."""
+    """Normalisation of the residual stream, in one go or taken apart: see ``layers.norm``."""
 
-    def __call__(self, x: Array) -> Array: ...
+    def __call__(self, x: Array, /) -> Array:
+        """Of an x that is whole."""
+        ...
+
+    def moments(self, x: Array, /) -> Array:
+        """What is to be summed over D, float32 [T, k]."""
+        ...
+
+    def applied(self, x: Array, moments: Array, /) -> Array:
+        """The own part [T, d] of the normed x, given the moments of the whole one."""
+        ...
+
+    def weighted(self, x: Array, /) -> Array:
+        """What goes through v before the moments are known, [T, d] and perhaps more rows."""
+        ...
+
+    def finished(self, z: Array, moments: Array, /) -> Array:
+        """v of the normed x [T, R], of v of that, summed over devices."""
+        ...
 
 
 @runtime_checkable
-class Projection(Protocol):
-    """What a strategy needs of ``layers.linear``: two stages, with the collective of a split
-    product between them."""
+class Expanding(Protocol):
+    """Several outputs of one input: the stages of ``layers.linear.Expand``, between which the
+    collectives stand."""
 
-    def latents(self, x: Array, /) -> Array | None: ...
+    @property
+    def has_dense(self) -> bool:
+        """Whether any projection is dense."""
+        ...
+
+    def latents(self, x: Array, /) -> Array | None:
+        """v x of all decomposed ones."""
+        ...
+
+    def products(self, x: Array | None, z: Array | None, /) -> list[Array]:
+        """W x of the dense ones, if any, then u z of each group."""
+        ...
+
+    def outputs(self, products: list[Array], /) -> tuple[Array, ...]:
+        """With biases, in the order of the projections."""
+        ...
 
 
 @runtime_checkable
-class Expanding(Projection, Protocol):
-    """Several outputs of one input."""
+class Contracting(Protocol):
+    """One output, added to the residual by the caller: the stages of ``layers.linear.Contract``."""
 
-    def outputs(self, x: Array, z: Array | None, /) -> tuple[Array, ...]: ...
+    def latents(self, h: Array, /) -> Array | None:
+        """v h, or None of a dense one."""
+        ...
 
+    def product(self, h: Array, z: Array | None, /) -> Array:
+        """u z, or W h of a dense one."""
+        ...
 
-@runtime_checkable
-class Contracting(Projection, Protocol):
-    """One output, added to the residual by the caller."""
-
-    def outputs(self, h: Array, z: Array | None, /) -> Array: ...
+    def output(self, product: Array, /) -> Array:
+        """With the bias."""
+        ...
 
 
 @runtime_checkable
 class Table(Protocol):
-    """Word embedding or head."""
+    """Word embedding or head: ``rows`` of the table of all ``words``, on this device."""
 
-    def look_up(self, tokens: Array) -> Array: ...
+    @property
+    def words(self) -> int:
+        """W."""
+        ...
 
-    def logits(self, x: Array) -> Array: ...
+    @property
+    def rows(self) -> int:
+        """Those of this device, padding included."""
+        ...
+
+    def look_up(self, tokens: Array, /) -> Array:
+        """Rows by their place on this device."""
+        ...
+
+    def logits(self, x: Array, /) -> Array:
+        """Of the words that this device has, float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """On which axis the arrays of a linear are split; None = whole on every device.
+
+    Attributes:
+        w: of a dense one, [out, in].
+        v: first factor [rank, in]; u: second factor [out, rank].
+    """
+
+    w: Literal["out", "in"] | None = None
+    v: Literal["rank", "in"] | None = None
+    u: Literal["out", "rank"] | None = None
 
 
 class Strategy:
-    """The interface, and what it means on one device; split strategies override the four methods.
+    """The interface, and what it means on one device; split strategies say how arrays are split and
+    override the four methods below that compute.
 
-    *Sharding contract* of this one: residual [T, D] whole, every factor whole, no element moves.
+    Everything inside these methods is local to a device, as under ``jax.shard_map`` over the axis
+    ``tp``.
+
+    *Sharding contract* of this one: residual [T, D] whole, every array whole, no element moves.
+
+    Attributes:
+        name: by which it is asked for.
+        expanding, contracting: how the arrays of such projections are split. Where expanding ones
+            are split on their outputs, heads and F are; where contracting ones are, the residual is
+            split on D.
+        multiplies_out: whether a decomposed model is made dense when it is loaded.
+        devices: p.
     """
 
-    name = "single"
+    name: str = "single"
+    expanding: Split = Split()
+    contracting: Split = Split()
+    multiplies_out: bool = False
+    devices: int = 1
+
+    def __init__(self, devices: int = 1) -> None:
+        self.devices = devices
+
+    # What a model computes.
 
     def expand(
         self, x: Float[Array, "T D"], norm: Norm, block: Expanding
@@ -67,37 +168,94 @@ class Strategy:
         are computed from, whole, as they stand after the collective (None where all are dense)."""
         h = norm(x)
         z = block.latents(h)
-        return block.outputs(h, z), z
+        return block.outputs(block.products(h, z)), z
 
     def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T D"]:
         """What is added to the residual."""
-        return projection.outputs(h, projection.latents(h))
+        return projection.output(projection.product(h, projection.latents(h)))
 
     def embed(self, tokens: Int32[Array, " T"], table: Table) -> Float[Array, "T D"]:
         """The residual stream's first value."""
         return table.look_up(tokens)
 
-    def logits(self, x: Float[Array, "T D"], norm: Norm, table: Table) -> Float[Array, "T W"]:
-        """Float32 logits of the residual's rows that are asked for."""
+    def logits(self, x: Float[Array, "T D"], norm: Norm, table: Table) -> Float[Array, "T w"]:
+        """Float32 logits of the residual's rows that are asked for, of the words that this device
+        has."""
         return table.logits(norm(x))
 
+    # Of a strategy that leaves latents in parts: makes whole what a device's part of cached latents
+    # gives, keys and values of the context or absorbed values of a token.
+    combine_rebuilt: Callable[[Array], Array] | None = None
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Strategy}
+    # How a model's axes are dealt.
 
+    @property
+    def splits_heads(self) -> bool:
+        """Whether a device has its own heads, and its own part of F."""
+        return self.devices > 1 and "out" in (self.expanding.w, self.expanding.u)
 
-def get_strategy(name: str, devices: int) -> Strategy:
-    """The strategy ``name`` for that many devices; ``"auto"`` takes the only one that fits one
-    device.
+    @property
+    def splits_residual(self) -> bool:
+        """Whether a device has its own part of D."""
+        return self.devices > 1 and self.contracting.u == "out"
 
-    Raises:
-        ValueError: the name is unknown, or it does not run on that many devices.
-    """
-    if devices != 1:
-        raise ValueError(f"tensor_parallel: this version runs on one device, got {devices}")
-    if name == "auto":
-        name = "single"
-    if name not in STRATEGIES:
-        raise ValueError(
-            f"strategy: expected 'auto' or one of {', '.join(map(repr, STRATEGIES))}, got {name!r}"
+    @property
+    def splits_pairs(self) -> bool:
+        """Whether a device has its own part of every single latent."""
+        return self.devices > 1 and self.expanding.u == "rank"
+
+    def heads(self, config: ModelConfig) -> Heads:
+        """Of attention."""
+        devices = self.devices if self.splits_heads else 1
+        return deal_heads(config.num_heads, config.num_kv_heads, config.head_dim, devices)
+
+    def units(self, size: int) -> Share:
+        """Of F."""
+        return deal(size, self.devices if self.splits_heads else 1)
+
+    def residual(self, size: int) -> Share:
+        """Of D.
+
+        Raises:
+            ValueError: D does not divide, and cannot be padded, since the residual is summed over.
+        """
+        if not self.splits_residual:
+            return whole(size)
+        if size % self.devices:
+            counts = [n for n in range(1, 65) if size % n == 0]
+            raise ValueError(
+                f"strategy {self.name!r} splits the residual: expected a number of devices that "
+                f"divides its width {size} ({', '.join(map(str, counts))}), got {self.devices}"
+            )
+        return deal(size, self.devices)
+
+    def words(self, size: int) -> Share:
+        """Of W."""
+        return deal(size, self.devices)
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """Which of W words' logits a device has."""
+        return Vocabulary(size=size, axis=AXIS) if self.devices > 1 else WHOLE
+
+    def own_sizes(self, config: ModelConfig) -> ModelConfig:
+        """A config of the sizes that a device computes, D aside; for estimates of memory."""
+        heads, width = self.heads(config), config.head_dim
+        return config.replace(
+            num_heads=heads.queries.width // width,
+            num_kv_heads=heads.kv.width // width,
+            intermediate_size=self.units(config.intermediate_size).width,
+            vocab_size=self.words(config.vocab_size).width,
+            eos_token_ids=(),
         )
-    return STRATEGIES[name]()
+
+    def latent_rank(self, rank: int) -> int:
+        """How much of a latent a device caches."""
+        return deal(rank, self.devices).width if self.splits_pairs else rank
+
+    def pool_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+        """How pools of heads [P, n, K, S, H] and of latents [P, S, width] are split."""
+        by_third = PartitionSpec(None, None, AXIS)
+        return (
+            by_third if self.splits_heads else PartitionSpec(),
+            by_third if self.splits_pairs else PartitionSpec(),
+        )

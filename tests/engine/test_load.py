@@ -24,8 +24,9 @@ load_module = importlib.import_module("deinfer_jax.engine.load")  # the name is 
 # option, value, message
 BAD_LOADS: list[tuple[str, Any, str]] = [
     ("strategy", "magic", "strategy: expected 'auto'.*got 'magic'"),
-    ("tensor_parallel", 2, "tensor_parallel.*one device, got 2"),
-    ("tensor_parallel", 0, "tensor_parallel.*got 0"),
+    ("tensor_parallel", 9, "tensor_parallel: expected at most 8, the cpu devices.*got 9"),
+    ("tensor_parallel", 0, "tensor_parallel: expected a positive number.*got 0"),
+    ("tensor_parallel", True, "tensor_parallel: expected a positive number.*got True"),
     ("kv_cache", "paged", "kv_cache.*got 'paged'"),
     ("kv_cache", "latent", "kv_cache: expected a model with a decomposed k_proj or v_proj"),
     ("dtype", "int8", "dtype: expected one of float32, bfloat16, float16.*got 'int8'"),

@@ -18,6 +18,7 @@ from deinfer_jax.engine.sampler import (
     request_key,
     sample,
 )
+from deinfer_jax.parallel.vocabulary import most_likely, ordered_bits
 
 WORDS = 53
 jitted_filter = jax.jit(filter_words)
@@ -167,11 +168,11 @@ class TestOrderedBits:
     def test_order_of_floats(self) -> None:
         tiny = float(np.finfo(np.float32).tiny)
         values = [-np.inf, -3e38, -1.5, -1.0, -tiny, 0.0, tiny, 0.3, 1.0, 3e38, np.inf]
-        bits = np.asarray(sampler._ordered_bits(jnp.asarray(values, jnp.float32)))
+        bits = np.asarray(ordered_bits(jnp.asarray(values, jnp.float32)))
         assert (np.diff(bits.astype(np.int64)) > 0).all()
 
     def test_equal_values_have_equal_bits(self) -> None:
-        bits = np.asarray(sampler._ordered_bits(jnp.array([1.5, -2.0, 1.5, -2.0])))
+        bits = np.asarray(ordered_bits(jnp.array([1.5, -2.0, 1.5, -2.0])))
         assert bits[0] == bits[2] and bits[1] == bits[3]
 
 
@@ -203,7 +204,7 @@ class TestWithoutLoops:
         logits[2] = 0.0
         logits[3, 4:] = -np.inf
         logits[4] = -np.abs(logits[4])
-        found = np.asarray(sampler._most_likely(jnp.asarray(logits), count))
+        found = np.asarray(most_likely(jnp.asarray(logits), count))
         expected = np.argsort(-logits, axis=1, kind="stable")[:, :count]
         np.testing.assert_array_equal(found, expected)
 
@@ -426,3 +427,12 @@ class TestSample:
         logits[1] = np.nan
         broken = draw(logits, keys(3), np.arange(3), params(3, **setting))
         np.testing.assert_array_equal(broken[[0, 2]], well[[0, 2]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_not_a_number_in_a_large_vocabulary_is_seen(temperature: float) -> None:
+    """XLA's maximum over more than some 4,000 numbers loses a NaN on a CPU."""
+    logits = np.tile(np.linspace(-3, 3, 20_000, dtype=np.float32), (2, 1))
+    logits[1, 15_000] = np.nan
+    drawn = draw(logits, keys(2), np.zeros(2), params(2, temperature=temperature))
+    assert drawn[0] != NOT_A_NUMBER == drawn[1]

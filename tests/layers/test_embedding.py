@@ -41,5 +41,5 @@ def test_logits_of_bfloat16_are_not_rounded() -> None:
 
 def test_declaration() -> None:
     (found,) = declarations(WordTable("lm_head", W, D, dtype=jnp.dtype("float32")))
-    assert found.sources == (Source("lm_head.weight", 0, (W, D)),)
+    assert found.sources == (Source("lm_head.weight", (W, D), ((0, 0, W),)),)
     assert found.scale is not None

@@ -76,6 +76,11 @@ def fill(module: nnx.Module, seed: int = 1) -> dict[str, np.ndarray]:
     return tensors
 
 
+def rows(name: str, start: int, shape: tuple[int, ...]) -> Source:
+    """A whole tensor at some row of a parameter."""
+    return Source(name, shape, ((0, start, shape[0]),))
+
+
 def dense_weight(name: str, low_rank: LowRank, tensors: dict[str, np.ndarray]) -> np.ndarray:
     """The module's [out, in] in float64."""
     for module, piece in low_rank.slices:
@@ -86,12 +91,15 @@ def dense_weight(name: str, low_rank: LowRank, tensors: dict[str, np.ndarray]) -
 
 
 @nnx.jit
-def both_stages(block: Any, x: Any) -> Any:
-    return block.outputs(x, block.latents(x))
+def all_stages(block: Any, x: Any) -> Any:
+    z = block.latents(x)
+    if isinstance(block, Expand):
+        return block.outputs(block.products(x, z))
+    return block.output(block.product(x, z))
 
 
 def run(block: Expand | Contract, x: np.ndarray) -> Any:
-    return both_stages(block, jnp.asarray(x))
+    return all_stages(block, jnp.asarray(x))
 
 
 def random_x(width: int = D) -> np.ndarray:
@@ -140,35 +148,36 @@ class TestExpand:
     def test_no_rows_are_left_without_a_source(self) -> None:
         for low_rank in LAYOUTS.values():
             for variable, pieces in variables(expand(low_rank, bias=True)):
-                ends = [piece.start + piece.shape[0] for piece in pieces]
-                assert [piece.start for piece in pieces] == [0, *ends[:-1]]
+                begins = [begin for piece in pieces for _, begin, _ in piece.rows]
+                ends = [begin + n for piece in pieces for _, begin, n in piece.rows]
+                assert begins == [0, *ends[:-1]]
                 assert ends[-1] == variable.get_value().shape[0]
 
     def test_sources_of_a_dense_block(self) -> None:
         assert sources(expand(LAYOUTS["dense"], bias=True)) == {
-            f"{PARENT}.q_proj.weight": Source(f"{PARENT}.q_proj.weight", 0, (12, D)),
-            f"{PARENT}.k_proj.weight": Source(f"{PARENT}.k_proj.weight", 12, (6, D)),
-            f"{PARENT}.v_proj.weight": Source(f"{PARENT}.v_proj.weight", 18, (7, D)),
-            f"{PARENT}.q_proj.bias": Source(f"{PARENT}.q_proj.bias", 0, (12,)),
-            f"{PARENT}.k_proj.bias": Source(f"{PARENT}.k_proj.bias", 12, (6,)),
-            f"{PARENT}.v_proj.bias": Source(f"{PARENT}.v_proj.bias", 18, (7,)),
+            f"{PARENT}.q_proj.weight": rows(f"{PARENT}.q_proj.weight", 0, (12, D)),
+            f"{PARENT}.k_proj.weight": rows(f"{PARENT}.k_proj.weight", 12, (6, D)),
+            f"{PARENT}.v_proj.weight": rows(f"{PARENT}.v_proj.weight", 18, (7, D)),
+            f"{PARENT}.q_proj.bias": rows(f"{PARENT}.q_proj.bias", 0, (12,)),
+            f"{PARENT}.k_proj.bias": rows(f"{PARENT}.k_proj.bias", 12, (6,)),
+            f"{PARENT}.v_proj.bias": rows(f"{PARENT}.v_proj.bias", 18, (7,)),
         }
 
     def test_sources_of_a_mixed_block(self) -> None:
         found = sources(expand(LAYOUTS["k v shared, q dense"], bias=True))
         assert found == {
-            f"{PARENT}.q_proj.weight": Source(f"{PARENT}.q_proj.weight", 0, (12, D)),
-            "vkv": Source("vkv", 0, (4, D)),
-            f"{PARENT}.k_proj.u.weight": Source(f"{PARENT}.k_proj.u.weight", 0, (6, 4)),
-            f"{PARENT}.v_proj.u.weight": Source(f"{PARENT}.v_proj.u.weight", 6, (7, 4)),
-            f"{PARENT}.q_proj.bias": Source(f"{PARENT}.q_proj.bias", 0, (12,)),
-            f"{PARENT}.k_proj.u.bias": Source(f"{PARENT}.k_proj.u.bias", 12, (6,)),
-            f"{PARENT}.v_proj.u.bias": Source(f"{PARENT}.v_proj.u.bias", 18, (7,)),
+            f"{PARENT}.q_proj.weight": rows(f"{PARENT}.q_proj.weight", 0, (12, D)),
+            "vkv": rows("vkv", 0, (4, D)),
+            f"{PARENT}.k_proj.u.weight": rows(f"{PARENT}.k_proj.u.weight", 0, (6, 4)),
+            f"{PARENT}.v_proj.u.weight": rows(f"{PARENT}.v_proj.u.weight", 6, (7, 4)),
+            f"{PARENT}.q_proj.bias": rows(f"{PARENT}.q_proj.bias", 0, (12,)),
+            f"{PARENT}.k_proj.u.bias": rows(f"{PARENT}.k_proj.u.bias", 12, (6,)),
+            f"{PARENT}.v_proj.u.bias": rows(f"{PARENT}.v_proj.u.bias", 18, (7,)),
         }
 
     def test_a_v_of_several_slices_is_read_once(self) -> None:
         found = sources(expand(LAYOUTS["slices in another order"], bias=False))
-        assert found["vqkv"] == Source("vqkv", 0, (12, D))
+        assert found["vqkv"] == rows("vqkv", 0, (12, D))
 
     def test_latents_are_in_the_dtype_of_the_model(self) -> None:
         block = expand(LAYOUTS["separate"], bias=False, dtype="bfloat16")
@@ -198,9 +207,9 @@ class TestContract:
     def test_sources(self) -> None:
         found = sources(contract(slices(o_proj=("vo", 0, 4)), bias=True))
         assert found == {
-            "vo": Source("vo", 0, (4, D)),
-            f"{PARENT}.o_proj.u.weight": Source(f"{PARENT}.o_proj.u.weight", 0, (11, 4)),
-            f"{PARENT}.o_proj.u.bias": Source(f"{PARENT}.o_proj.u.bias", 0, (11,)),
+            "vo": rows("vo", 0, (4, D)),
+            f"{PARENT}.o_proj.u.weight": rows(f"{PARENT}.o_proj.u.weight", 0, (11, 4)),
+            f"{PARENT}.o_proj.u.bias": rows(f"{PARENT}.o_proj.u.bias", 0, (11,)),
         }
 
 

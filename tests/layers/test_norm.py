@@ -65,5 +65,5 @@ def test_declaration() -> None:
     (found,) = declarations(module)
     assert found.path == ("weight",)
     assert (found.shape, found.dtype) == ((WIDTH,), jnp.dtype("bfloat16"))
-    assert found.sources == (Source("model.norm.weight", 0, (WIDTH,)),)
+    assert found.sources == (Source("model.norm.weight", (WIDTH,), ((0, 0, WIDTH),)),)
     assert found.scale is None  # starts at ones

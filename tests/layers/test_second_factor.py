@@ -16,7 +16,7 @@ def test_u_c_and_bias_is_the_projections_output(layout: str, bias: bool) -> None
     fill(block)
     x = jnp.asarray(random_x())
     z = block.latents(x)
-    outputs = dict(zip(WIDTHS, block.outputs(x, z), strict=True))
+    outputs = dict(zip(WIDTHS, block.outputs(block.products(x, z)), strict=True))
     decomposed = {name.rpartition(".")[2]: piece for name, piece in LAYOUTS[layout].slices}
     for short in WIDTHS:
         latent, second = block.latent(short, z), block.second_factor(short)

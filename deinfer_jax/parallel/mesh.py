@@ -1,0 +1,90 @@
+"""The devices that a model is spread over: a mesh with one axis, ``tp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+__all__ = ["AXIS", "Placement", "choose_placement"]
+
+AXIS = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model lives.
+
+    Attributes:
+        mesh: of one axis ``tp``; a single device is a mesh of one.
+    """
+
+    mesh: Mesh
+
+    @property
+    def count(self) -> int:
+        """p, the devices."""
+        return self.mesh.size
+
+    @property
+    def device(self) -> Any:
+        """One of them, of this process, that stands for all."""
+        return self.mesh.local_devices[0]
+
+    @property
+    def platform(self) -> str:
+        """``"cpu"`` or ``"gpu"``."""
+        return self.device.platform
+
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        """Of an array that is split like that."""
+        if self.count == 1:
+            return SingleDeviceSharding(self.device)
+        return NamedSharding(self.mesh, spec)
+
+    def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """A function of local arrays as one of whole ones; on one device they are the same."""
+        if self.count == 1:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def choose_placement(tensor_parallel: int | Mesh | None) -> Placement:
+    """The devices that a caller asks for.
+
+    Args:
+        tensor_parallel: how many, or a mesh with the single axis ``tp``; None = one.
+
+    Raises:
+        ValueError: there are not so many, the mesh has other axes, or it is no positive number.
+    """
+    if isinstance(tensor_parallel, Mesh):
+        if tensor_parallel.axis_names != (AXIS,):
+            raise ValueError(
+                f"tensor_parallel: expected a mesh with the single axis {AXIS!r}, got axes "
+                f"{tensor_parallel.axis_names}"
+            )
+        # A mesh of Explicit axes, JAX's default, would refuse arrays that are not split yet.
+        return Placement(Mesh(tensor_parallel.devices, (AXIS,), axis_types=(AxisType.Auto,)))
+    count = 1 if tensor_parallel is None else tensor_parallel
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"tensor_parallel: expected a positive number of devices, a mesh or None, got {count!r}"
+        )
+    devices = jax.devices()
+    if count > len(devices):
+        raise ValueError(
+            f"tensor_parallel: expected at most {len(devices)}, the {devices[0].platform} devices "
+            f"that there are, got {count}"
+        )
+    return Placement(jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices[:count]))
