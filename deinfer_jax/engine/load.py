@@ -69,9 +69,9 @@ def load(
     """Puts a model on a device, or spreads it over several.
 
     Args:
-        path_or_config: a Hugging Face directory (safetensors), a GGUF file or a directory with one;
-            or a ``ModelConfig``, which gives random weights made on the device, for benches and
-            tests.
+        path_or_config: a Hugging Face directory (safetensors), a GGUF file or a directory with one,
+            or what ``LLM.save`` wrote; or a ``ModelConfig``, which gives random weights made on the
+            device, for benches and tests.
         strategy: how products are split over devices: ``"dense"``, ``"naive"``, ``"low_rank"``,
             ``"sharded"`` (see ``docs/strategies.md``), or one that was registered. ``"dense"``
             multiplies factors out, on one device too. ``"auto"``: the planner's choice.

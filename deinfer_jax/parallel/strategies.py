@@ -27,14 +27,16 @@ __all__ = [
     "LowRank",
     "Naive",
     "Sharded",
+    "WholeResidual",
     "check_strategy",
     "get_strategy",
     "register_strategy",
 ]
 
 
-class _Whole(Strategy):
-    """The residual stream is whole on every device; word tables are split on W.
+class WholeResidual(Strategy):
+    """What strategies have in common that leave the residual stream whole on every device: word
+    tables are split on W.
 
     *Sharding contract*: an all-reduce of D elements a token brings the embedding together; logits
     stay split.
@@ -49,7 +51,7 @@ class _Whole(Strategy):
         return _own_logits(norm(x), table)
 
 
-class Dense(_Whole):
+class Dense(WholeResidual):
     """What tensor parallelism does to a dense model; factors are multiplied out at load.
 
     *Sharding contract*: W of q, k, v, gate, up split on heads or F, of o and down on their inputs;
@@ -66,7 +68,7 @@ class Dense(_Whole):
         return projection.output(jax.lax.psum(projection.product(h, None), AXIS))
 
 
-class Naive(_Whole):
+class Naive(WholeResidual):
     """The paper's baseline: every pair of factors is a layer of its own, cut in the middle, and
     attention is repeated on every device.
 
@@ -105,7 +107,7 @@ class Naive(_Whole):
         return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(AXIS) * width, width, axis=1)
 
 
-class LowRank(_Whole):
+class LowRank(WholeResidual):
     """The paper's: collectives are as narrow as the latents, attention is split on heads.
 
     *Sharding contract*: of q k v and gate up, v is split on R (their first factors are one product,

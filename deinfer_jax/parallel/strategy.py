@@ -124,7 +124,9 @@ class Split:
 
     Attributes:
         w: of a dense one, [out, in].
-        v: first factor [rank, in]; u: second factor [out, rank].
+        v: first factor [rank, in]; u: second factor [out, rank]. Where expanding ones have u split
+            on the rank, v is split on the rank of every slice, so that the two match; else v is
+            split on the rank of all slices side by side.
     """
 
     w: Literal["out", "in"] | None = None
