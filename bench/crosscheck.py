@@ -1,7 +1,9 @@
 """Does JAX give what PyTorch gives? Cross-checks of tiny random models of every variant, and of a
-given checkpoint, with every strategy and cache of the PyTorch side on several ranks.
+given checkpoint, with every strategy and cache of the PyTorch side on several ranks, and with those
+of the JAX side that are asked for.
 
     python -m bench.crosscheck [--model DIRECTORY] [--variants gqa qwen3 …] [--device cuda]
+        [--jax-strategy dense naive low_rank sharded --jax-devices 2 3]
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import deinfer_jax
 from bench.common import write
-from deinfer_jax.evaluate.crosscheck.job import CACHES, STRATEGIES
+from deinfer_jax.evaluate.crosscheck.job import CACHES, JAX_STRATEGIES, STRATEGIES
 from deinfer_jax.evaluate.crosscheck.variants import VARIANTS
 
 
@@ -28,7 +30,10 @@ def row(run: Any) -> dict[str, Any]:
         "kl_mean": max(p.distribution.kl_mean for p in (found.prefill, found.decode)),
         "kl_p99": max(p.distribution.kl_p99 for p in (found.prefill, found.decode)),
         "greedy": sum(s.equal for s in found.greedy) / sum(s.count for s in found.greedy),
-        "elements_a_decoded_token": run.torch["elements_a_decoded_token"],
+        "elements_a_decoded_token": {
+            "jax": run.jax["elements_a_decoded_token"],
+            "torch": run.torch["elements_a_decoded_token"],
+        },
     }
 
 
@@ -40,6 +45,8 @@ def main() -> int:
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--kv-cache", nargs="+", choices=CACHES, default=CACHES)
     parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4))
+    parser.add_argument("--jax-strategy", nargs="+", choices=JAX_STRATEGIES, default=("auto",))
+    parser.add_argument("--jax-devices", type=int, nargs="+", default=(1,))
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--cuda-graphs", action="store_true", help="as well as without")
@@ -56,6 +63,8 @@ def main() -> int:
             strategy=args.strategy,
             kv_cache=args.kv_cache,
             ranks=args.ranks,
+            jax_strategy=args.jax_strategy,
+            jax_devices=args.jax_devices,
             dtype=args.dtype,
             device=args.device,
             cuda_graphs=(False, True) if args.cuda_graphs else False,
@@ -71,6 +80,7 @@ def main() -> int:
                 "machine": report.runs[0].jax["machine"],
                 "torch": report.runs[0].torch["versions"],
                 "runs": [row(run) for run in report.runs],
+                "left_out": report.left_out,
             }
         )
         write(args.name, {"models": found}, args.out)  # after each, as all take an hour

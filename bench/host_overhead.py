@@ -91,7 +91,7 @@ def measure(llm: LLM, batch: int, ahead: int) -> dict[str, float]:
     parts = dict(clock.seconds, wall=wall)
     parts["read"] -= parts["wait"]
     parts["dispatch"] -= parts["call"]
-    if llm.runner.device.platform == "cpu":
+    if llm.runner.placement.platform == "cpu":
         parts["call of nothing"] = call_seconds(llm) * count / steps
         parts["host"] = wall - parts["wait"] + parts["call of nothing"] - parts["call"]
     else:
@@ -135,7 +135,7 @@ def main() -> int:
             decode_steps=steps,
             prefix_sharing=False,
         ) as llm:
-            gpu = llm.runner.device.platform == "gpu"
+            gpu = llm.runner.placement.platform == "gpu"
             for batch in args.batch:
                 for ahead in (1, 0) if gpu else (0,):
                     found = measure(llm, batch, ahead)

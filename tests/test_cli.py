@@ -13,7 +13,7 @@ import deinfer_jax
 from deinfer_jax import Completion, Timing, cli
 from tests import tiny
 
-COMMANDS = ("generate", "decompose", "inspect", "perplexity", "crosscheck", "doctor")
+COMMANDS = ("generate", "decompose", "inspect", "perplexity", "plan", "crosscheck", "doctor")
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
 
 
@@ -96,12 +96,11 @@ class TestGenerate:
         options = "--temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 9 --ignore-eos"
         options += " --stop-token-ids 7 --stop-token-ids 9 --n 2 --stop w3 --stop w4 --logprobs 1"
         with pytest.raises(ValueError, match="zip"):  # the spy has no completions to print
-            cli._generate(
-                cli._parser().parse_args(
-                    ["generate", str(model), "w7", *options.split()]
-                    + ["--max-batch", "3", "--max-context", "64", "--max-new-tokens", "6"]
-                )
+            args = cli._parser().parse_args(
+                ["generate", str(model), "w7", *options.split()]
+                + ["--max-batch", "3", "--max-context", "64", "--max-new-tokens", "6"]
             )
+            args.run(args)
         assert seen == dict(
             max_new_tokens=6,
             temperature=0.5,
@@ -287,6 +286,22 @@ class TestInspect:
     def test_cache_bytes(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["inspect", str(model)])
         assert "64 elements a token (128 bytes in bfloat16)" in capsys.readouterr().out
+
+
+class TestPlan:
+    def test_table_and_json(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "plan.json"
+        options = ["--devices", "2", "--link", "pcie", "--context", "64", "--json", str(out)]
+        assert cli.main(["plan", str(model), *options]) == 0
+        text = capsys.readouterr().out
+        found = json.loads(out.read_text())
+        assert found["devices"] == 2 and found["choice"]["strategy"] in text
+
+    def test_nothing_fits(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["plan", str(model), "--devices", "2", "--memory", "1e-6"]) == 1
+        assert capsys.readouterr().out
 
 
 class TestDoctor:

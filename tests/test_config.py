@@ -387,12 +387,12 @@ class TestBuild:
 
     def build(self, low_rank: LowRank) -> Any:
         from deinfer_jax.models import build
-        from deinfer_jax.parallel.strategy import Strategy
+        from deinfer_jax.parallel.strategy import Single
 
         return build(
             config().replace(low_rank=low_rank),
             max_context=32,
-            strategy=Strategy(),
+            strategy=Single(),
             dtype=jnp.dtype("float32"),
         )
 

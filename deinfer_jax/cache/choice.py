@@ -16,7 +16,7 @@ from deinfer_jax.cache.layout import (
     layout_of,
 )
 from deinfer_jax.config import ModelConfig
-from deinfer_jax.parallel.strategy import Strategy
+from deinfer_jax.parallel.strategy import Single, Strategy
 
 __all__ = ["DEVICES", "Cost", "DeviceSpeed", "Situation", "choose_layout", "cost"]
 
@@ -186,7 +186,7 @@ def choose_layout(
     if len(distinct) == 1:
         return layouts["full"]
     candidates = {one.kind: one for one in distinct.values()}
-    own_heads = (strategy or Strategy()).heads(config).queries.width // config.head_dim
+    own_heads = (strategy or Single()).heads(config).queries.width // config.head_dim
     return _cheapest(candidates, own_heads, situation or Situation())
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from deinfer_jax.config import ModelConfig, Slice
-from deinfer_jax.parallel.strategy import Strategy
+from deinfer_jax.parallel.strategy import Single, Strategy
 
 __all__ = [
     "KINDS",
@@ -197,7 +197,7 @@ def layout_of(
 ) -> CacheLayout:
     """The layout of one kind for a model, on one of the strategy's devices: what the kind makes
     latent is so wherever the projection is decomposed, and full elsewhere."""
-    strategy = strategy or Strategy()
+    strategy = strategy or Single()
     kv_heads = strategy.heads(config).kv.width // config.head_dim
     layers = []
     for index in range(config.num_layers):

@@ -26,7 +26,7 @@ from deinfer_jax.checkpoint.source import Checkpoint
 from deinfer_jax.decompose.groups import find_blocks, of_layer
 from deinfer_jax.layers.parameter import Declaration, Source, declarations
 from deinfer_jax.models import build
-from deinfer_jax.parallel.strategy import Contracting, Expanding, Norm, Strategy
+from deinfer_jax.parallel.strategy import Contracting, Expanding, Norm, Single
 
 __all__ = ["BlockRunner"]
 
@@ -34,7 +34,7 @@ Tokens = Int32[Array, " T"]
 Residual = Float[Array, "T D"]
 
 
-class Recorder(Strategy):
+class Recorder(Single):
     """One device; notes inputs of blocks and lets zeros be added to their outputs."""
 
     name = "recorder"

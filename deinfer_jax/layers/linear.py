@@ -84,9 +84,8 @@ class Expand(nnx.Module):
         bias: bool,
         low_rank: LowRank,
         dtype: jnp.dtype,
-        strategy: Strategy | None = None,
+        strategy: Strategy,
     ) -> None:
-        strategy = strategy or Strategy()
         split, devices = strategy.expanding, strategy.devices
         shares = {short: _share(width) for short, width in outputs.items()}
         names = {short: f"{parent}.{short}" for short in outputs}
@@ -229,9 +228,8 @@ class Contract(nnx.Module):
         bias: bool,
         low_rank: LowRank,
         dtype: jnp.dtype,
-        strategy: Strategy | None = None,
+        strategy: Strategy,
     ) -> None:
-        strategy = strategy or Strategy()
         split, devices = strategy.contracting, strategy.devices
         outputs, columns = strategy.residual(out_features), _share(inputs)
         every = whole(out_features)

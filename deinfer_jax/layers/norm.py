@@ -12,6 +12,10 @@ from deinfer_jax.parallel.shares import Share, whole
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
+# Products of an x that is not normalised yet can be large: float16 ends at 65504. A power of two is
+# exact, but for what becomes subnormal: entries below 2⁻⁹, by at most 2⁻²⁰.
+_HEADROOM = 2.0**-5
+
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + ε) · w over the last axis; the statistics are float32, the product with w
@@ -45,15 +49,16 @@ class RMSNorm(nnx.Module):
 
     def applied(self, x: Float[Array, "*T d"], moments: Float[Array, "*T 1"]) -> Array:
         """The own part of the normalised x, given the moments of the whole one."""
-        return self.weighted((x.astype(jnp.float32) * self._inverse(moments)).astype(x.dtype))
+        normed = (x.astype(jnp.float32) * self._inverse(moments)).astype(x.dtype)
+        return normed * _along_last(self.weight[...], x)
 
-    def weighted(self, x: Float[Array, "*T d"]) -> Float[Array, "*T d"]:
-        """x · w."""
-        return x * _along_last(self.weight[...], x)
+    def weighted(self, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
+        """x · w, scaled by a power of two in float16."""
+        return _scaled_product(x, self.weight[...])
 
     def finished(self, z: Float[Array, "T R"], moments: Float[Array, "T 1"]) -> Float[Array, "T R"]:
-        """From v (x · w), summed over devices, to v of the normalised x."""
-        return (z.astype(jnp.float32) * self._inverse(moments)).astype(z.dtype)
+        """From v of ``weighted``, summed over devices, to v of the normalised x."""
+        return (_unscaled(z) * self._inverse(moments)).astype(z.dtype)
 
     def _inverse(self, moments: Array) -> Array:
         return jax.lax.rsqrt(moments / self.width + self.eps)
@@ -64,8 +69,10 @@ class LayerNorm(nnx.Module):
 
     Taken apart like :class:`RMSNorm`: with s = v γ and t = v β, v of the normalised x is
     (v (x · γ) − mean · s) / sqrt(var + ε) + t. γ and β go through v as two more rows beside those
-    of x, so that s and t are summed over devices in the same buffer. Taken apart, the variance is
-    mean(x²) − mean(x)², which loses digits where the mean is many times the deviation.
+    of x, so that s and t are summed over devices in the same buffer. Taken apart, it loses digits
+    where the mean is many times the deviation: the variance is mean(x²) − mean(x)², and mean · s is
+    taken off a sum that has been rounded to z's dtype. At ten deviations the block of the tests is
+    off by 3 % in bfloat16 (1 % in one piece), at a hundred by half. No family has it yet.
 
     *Sharding contract*: γ and β are split like the residual that they multiply.
 
@@ -97,15 +104,16 @@ class LayerNorm(nnx.Module):
         return self._affine(((x.astype(jnp.float32) - mean) * inverse).astype(x.dtype))
 
     def weighted(self, x: Float[Array, "T d"]) -> Float[Array, "U d"]:
-        """x · γ, and below it γ and β: U = T + 2 rows."""
-        weight, bias = self.weight[...], self.bias[...]
-        return jnp.concatenate([x * weight[None], weight[None], bias[None]])
+        """x · γ, and below it γ and β: U = T + 2 rows; scaled by a power of two in float16."""
+        one = jnp.ones((1, 1), x.dtype)
+        parts = ((x, self.weight[...]), (one, self.weight[...]), (one, self.bias[...]))
+        return jnp.concatenate([_scaled_product(*part) for part in parts])
 
     def finished(self, z: Float[Array, "U R"], moments: Float[Array, "U 2"]) -> Float[Array, "T R"]:
         """From v of ``weighted``, summed over devices, to v of the normalised x; the moments of the
         last two rows are not read."""
         mean, inverse = self._statistics(moments[:-2])
-        wide = z.astype(jnp.float32)
+        wide = _unscaled(z)
         return ((wide[:-2] - mean * wide[-2:-1]) * inverse + wide[-1:]).astype(z.dtype)
 
     def _affine(self, normed: Array) -> Array:
@@ -119,3 +127,15 @@ class LayerNorm(nnx.Module):
 
 def _along_last(weight: Array, x: Array) -> Array:
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+def _scaled_product(x: Array, weight: Array) -> Array:
+    if x.dtype != jnp.float16:
+        return x * weight[None]
+    wide = x.astype(jnp.float32) * weight[None].astype(jnp.float32)
+    return (wide * _HEADROOM).astype(x.dtype)
+
+
+def _unscaled(z: Array) -> Array:
+    wide = z.astype(jnp.float32)
+    return wide / _HEADROOM if z.dtype == jnp.float16 else wide

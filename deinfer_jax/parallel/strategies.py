@@ -19,7 +19,16 @@ from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.parallel.mesh import AXIS
 from deinfer_jax.parallel.riders import add_riders
-from deinfer_jax.parallel.strategy import Contracting, Expanding, Norm, Split, Strategy, Table
+from deinfer_jax.parallel.strategy import (
+    Contracting,
+    Expanding,
+    Norm,
+    Single,
+    Split,
+    Strategy,
+    Table,
+    check_splits,
+)
 
 __all__ = [
     "STRATEGIES",
@@ -62,6 +71,12 @@ class Dense(WholeResidual):
     multiplies_out = True
     expanding = Split(w="out")
     contracting = Split(w="in")
+
+    def expand(
+        self, x: Float[Array, "T D"], norm: Norm, block: Expanding
+    ) -> tuple[tuple[Array, ...], None]:
+        """See ``Strategy.expand``."""
+        return block.outputs(block.products(norm(x), None)), None
 
     def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T D"]:
         """See ``Strategy.contract``."""
@@ -139,7 +154,8 @@ class LowRank(WholeResidual):
 
 
 class Sharded(Strategy):
-    """Ours: no factor is on two devices, and the residual stream is split on D, too.
+    """Ours: every factor is split, and so is the residual stream, on D. (Where there are fewer kv
+    heads than devices, rows of k's and v's u are on as many devices as share a head.)
 
     The norm's 1/rms is one number a token and commutes with v. So every device multiplies its own
     columns of x by the norm's weight and by its own columns of v, Σx² rides in the buffer of the
@@ -149,8 +165,9 @@ class Sharded(Strategy):
     *Sharding contract*: of q k v and gate up, v is split on D, an all-reduce of R elements a token
     and some for Σx² (``riders``) makes z whole, u is split on heads or F; of o and down, v is split
     on heads or F, an all-reduce of R elements makes z whole, u is split on D. Dense expanding
-    projections read the normed x, all-gathered once a block (D elements); dense contracting ones
-    end in a reduce-scatter (D elements).
+    projections read the normed x, all-gathered once a block (D elements), for which Σx² must be
+    known: where no projection of the block has latents, it is an all-reduce of its own, of one
+    float32. Dense contracting ones end in a reduce-scatter (D elements).
     """
 
     name = "sharded"
@@ -215,19 +232,31 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def register_strategy(kind: type[Strategy]) -> type[Strategy]:
-    """Makes a strategy of one's own available by its ``name``; usable as a decorator.
+    """Makes a strategy of one's own available by its ``name``; usable as a decorator. The same
+    class again, of a notebook's cell, say, takes the place of the one before.
 
     Raises:
-        ValueError: the name is taken, or it is the base class's.
+        TypeError: it is no subclass of ``Strategy``.
+        ValueError: the name is taken or missing, or its ``Split``s contradict themselves.
     """
-    if kind.name in (*STRATEGIES, "auto", Strategy.name):
+    if not (isinstance(kind, type) and issubclass(kind, Strategy)):
+        raise TypeError(f"strategy: expected a subclass of deinfer_jax.Strategy, got {kind!r}")
+    before = STRATEGIES.get(kind.name)
+    again = before is not None and _place(before) == _place(kind)
+    if not again and kind.name in (*STRATEGIES, "auto", Single.name, ""):
         raise ValueError(f"strategy: expected a new name, got {kind.name!r}")
+    check_splits(kind)
     STRATEGIES[kind.name] = kind
     return kind
 
 
+def _place(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
 def get_strategy(name: str, devices: int) -> Strategy:
-    """The strategy ``name`` for so many devices. On one, all that are not ``dense`` are the same.
+    """The strategy ``name`` for so many devices. On one they are all ``Single``, which ``dense``
+    tells to multiply factors out.
 
     Raises:
         ValueError: there is none of that name.
@@ -236,13 +265,13 @@ def get_strategy(name: str, devices: int) -> Strategy:
     kind = STRATEGIES[name]
     if devices > 1:
         return kind(devices)
-    alone = Strategy()
+    alone = Single()
     alone.name, alone.multiplies_out = kind.name, kind.multiplies_out
     return alone
 
 
 def check_strategy(name: str) -> None:
     """Raises ValueError if there is no strategy of that name."""
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         known = ", ".join(map(repr, STRATEGIES))
         raise ValueError(f"strategy: expected 'auto' or one of {known}, got {name!r}")

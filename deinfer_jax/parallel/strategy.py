@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
@@ -24,9 +25,12 @@ __all__ = [
     "Contracting",
     "Expanding",
     "Norm",
+    "Single",
     "Split",
     "Strategy",
     "Table",
+    "check_same",
+    "check_splits",
 ]
 
 
@@ -135,13 +139,11 @@ class Split:
 
 
 class Strategy:
-    """The interface, and what it means on one device; split strategies say how arrays are split and
-    override the four methods below that compute.
+    """How arrays are split over devices, and how a block is computed with them: subclasses say the
+    first with two ``Split``s and define the four methods that compute.
 
     Everything inside these methods is local to a device, as under ``jax.shard_map`` over the axis
     ``tp``.
-
-    *Sharding contract* of this one: residual [T, D] whole, every array whole, no element moves.
 
     Attributes:
         name: by which it is asked for.
@@ -152,7 +154,7 @@ class Strategy:
         devices: p.
     """
 
-    name: str = "single"
+    name: str = ""
     expanding: Split = Split()
     contracting: Split = Split()
     multiplies_out: bool = False
@@ -164,26 +166,24 @@ class Strategy:
     # What a model computes.
 
     def expand(
-        self, x: Float[Array, "T D"], norm: Norm, block: Expanding
+        self, x: Float[Array, "T d"], norm: Norm, block: Expanding
     ) -> tuple[tuple[Array, ...], Float[Array, "T R"] | None]:
         """Outputs of the block's projections for the normed residual x, and the latents z that they
         are computed from, whole, as they stand after the collective (None where all are dense)."""
-        h = norm(x)
-        z = block.latents(h)
-        return block.outputs(block.products(h, z)), z
+        raise NotImplementedError(f"strategy {self.name!r} does not define expand")
 
-    def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T D"]:
+    def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T d"]:
         """What is added to the residual."""
-        return projection.output(projection.product(h, projection.latents(h)))
+        raise NotImplementedError(f"strategy {self.name!r} does not define contract")
 
-    def embed(self, tokens: Int32[Array, " T"], table: Table) -> Float[Array, "T D"]:
+    def embed(self, tokens: Int32[Array, " T"], table: Table) -> Float[Array, "T d"]:
         """The residual stream's first value."""
-        return table.look_up(tokens)
+        raise NotImplementedError(f"strategy {self.name!r} does not define embed")
 
-    def logits(self, x: Float[Array, "T D"], norm: Norm, table: Table) -> Float[Array, "T w"]:
+    def logits(self, x: Float[Array, "T d"], norm: Norm, table: Table) -> Float[Array, "T w"]:
         """Float32 logits of the residual's rows that are asked for, of the words that this device
         has."""
-        return table.logits(norm(x))
+        raise NotImplementedError(f"strategy {self.name!r} does not define logits")
 
     # Of a strategy that leaves latents in parts: makes whole what a device's part of cached latents
     # gives, keys and values of the context or absorbed values of a token.
@@ -260,4 +260,74 @@ class Strategy:
         return (
             by_third if self.splits_heads else PartitionSpec(),
             by_third if self.splits_pairs else PartitionSpec(),
+        )
+
+
+class Single(Strategy):
+    """One device.
+
+    *Sharding contract*: residual [T, D] whole, every array whole, no element moves.
+    """
+
+    name = "single"
+
+    def expand(
+        self, x: Float[Array, "T D"], norm: Norm, block: Expanding
+    ) -> tuple[tuple[Array, ...], Float[Array, "T R"] | None]:
+        """See ``Strategy.expand``."""
+        h = norm(x)
+        z = block.latents(h)
+        return block.outputs(block.products(h, z)), z
+
+    def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T D"]:
+        """See ``Strategy.contract``."""
+        return projection.output(projection.product(h, projection.latents(h)))
+
+    def embed(self, tokens: Int32[Array, " T"], table: Table) -> Float[Array, "T D"]:
+        """See ``Strategy.embed``."""
+        return table.look_up(tokens)
+
+    def logits(self, x: Float[Array, "T D"], norm: Norm, table: Table) -> Float[Array, "T W"]:
+        """See ``Strategy.logits``."""
+        return table.logits(norm(x))
+
+
+def check_splits(kind: type[Strategy]) -> None:
+    """Raises ValueError where a strategy's ``Split``s contradict themselves or each other."""
+    known = {"w": (None, "out", "in"), "v": (None, "rank", "in"), "u": (None, "out", "rank")}
+    expanding, contracting = kind.expanding, kind.contracting
+    problems = [
+        f"{where}.{field}: expected one of {values}, got {getattr(split, field)!r}"
+        for where, split in (("expanding", expanding), ("contracting", contracting))
+        for field, values in known.items()
+        if getattr(split, field) not in values
+    ]
+    heads = "out" in (expanding.w, expanding.u)
+    if expanding.v == "in" and contracting.u != "out":
+        problems.append(
+            "expanding.v is split on its inputs: expected contracting.u='out', which splits the "
+            f"residual stream that they are, got {contracting.u!r}"
+        )
+    if contracting.v == "in" and not heads:
+        problems.append(
+            "contracting.v is split on its inputs: expected expanding projections that are split "
+            f"on their outputs, which those are, got {expanding}"
+        )
+    if heads and (expanding.w == "in" or expanding.u == "rank"):
+        problems.append(f"expanding: expected w and u both split on their outputs, got {expanding}")
+    for where, split in (("expanding", expanding), ("contracting", contracting)):
+        if split.u == "rank" and split.v != "rank":
+            problems.append(f"{where}.u is split on the rank: expected v='rank', got {split.v!r}")
+    if problems:
+        raise ValueError(f"strategy {kind.name!r}: {'; '.join(problems)}")
+
+
+def check_same(strategy: Strategy, what: str, x: Array) -> None:
+    """Raises ValueError unless x is the same on every device, as far as JAX can tell while it
+    traces: a strategy has forgotten a collective, and all else would be wrong without a word."""
+    if strategy.devices > 1 and AXIS in jax.typeof(x).manual_axis_type.varying:
+        raise ValueError(
+            f"strategy {strategy.name!r}: expected {what} to be the same on every device, got "
+            "each device's own; bring them together with jax.lax.psum(x, 'tp') or "
+            "jax.lax.all_gather(x, 'tp', axis=1, tiled=True, to='invarying')"
         )

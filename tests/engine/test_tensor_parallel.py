@@ -33,6 +33,12 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 SIZES: dict[str, Any] = dict(max_context=48, max_batch=4, prefill_chunk=32, page_size=16)
 PROMPTS = [tiny.random_tokens(count, seed=count).tolist() for count in (5, 17, 30)]
 
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    dict(temperature=1.2, seed=5),
+    dict(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, seed=6),
+)
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -50,11 +56,7 @@ def tokens(path: Path, **options: Any) -> list[list[int]]:
     with deinfer_jax.load(path, **SIZES, **options) as llm:
         done = [
             deinfer_jax.generate(llm, PROMPTS, max_new_tokens=12, ignore_eos=True, **sampling)
-            for sampling in (
-                {},
-                dict(temperature=1.2, seed=5),
-                dict(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, seed=6),
-            )
+            for sampling in SAMPLINGS
         ]
     return [one.token_ids for one in itertools.chain(*done)]
 
@@ -116,8 +118,10 @@ def test_one_kv_head_and_ranks_smaller_than_the_devices(tmp_path: Path) -> None:
 
 def test_scores_and_logprobs(models: dict[str, Path]) -> None:
     results = []
-    for options in ({}, dict(strategy="sharded", tensor_parallel=3)):
-        with deinfer_jax.load(models["llama"], **SIZES, **options) as llm:
+    for strategy, devices in (("auto", 1), ("sharded", 3)):
+        with deinfer_jax.load(
+            models["llama"], strategy=strategy, tensor_parallel=devices, **SIZES
+        ) as llm:
             scores, greedy = llm.score_with_greedy(PROMPTS[2])
             (done,) = deinfer_jax.generate(
                 llm, PROMPTS[1], max_new_tokens=6, ignore_eos=True, logprobs=3
@@ -154,14 +158,10 @@ def test_random_weights_are_the_same_however_they_are_split(models: dict[str, Pa
     config = open_checkpoint(models["qwen3"]).config
     sequence = tiny.random_tokens(20)
     found = []
-    for options in (
-        {},
-        dict(strategy="naive"),
-        dict(strategy="low_rank"),
-        dict(strategy="sharded"),
-    ):
-        devices = 4 if options else 1
-        with deinfer_jax.load(config, seed=7, tensor_parallel=devices, **SIZES, **options) as llm:
+    for strategy, devices in (("auto", 1), ("naive", 4), ("low_rank", 4), ("sharded", 4)):
+        with deinfer_jax.load(
+            config, seed=7, strategy=strategy, tensor_parallel=devices, **SIZES
+        ) as llm:
             found.append(llm.logits(sequence))
     for split in found[1:]:
         assert np.abs(split - found[0]).max() <= 3e-6 * np.ptp(found[0])

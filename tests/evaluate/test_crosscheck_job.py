@@ -24,6 +24,8 @@ JOB = Job(
     forced=3,
     greedy=4,
     device="cpu",
+    jax_strategy="sharded",
+    jax_devices=1,
     strategy="naive",
     ranks=2,
     cuda_graphs=False,
@@ -56,6 +58,8 @@ class TestJob:
             "strategy": "naive",
             "ranks": 2,
             "device": "cpu",
+            "jax_strategy": "sharded",
+            "jax_devices": 1,
             "cuda_graphs": False,
             "perturb": "page",
         }
@@ -115,6 +119,18 @@ class TestFlags:
     def test_are_stable(self) -> None:
         once = comparable({"XLA_FLAGS": "--xla_a=1"}, device="cpu", dtype="float32")
         assert comparable(once, device="cpu", dtype="float32") == once
+
+    def test_simulated_devices(self) -> None:
+        count = "--xla_force_host_platform_device_count"
+        given = {"XLA_FLAGS": f"{count}=8 --xla_a=1"}
+
+        def flags(device: str, devices: int) -> list[str]:
+            found = comparable(given, device=device, dtype="bfloat16", devices=devices)
+            return found["XLA_FLAGS"].split()
+
+        assert flags("cpu", 3)[0] == "--xla_a=1" and flags("cpu", 3)[-1] == f"{count}=3"
+        assert flags("cpu", 3).count(f"{count}=8") == 0
+        assert flags("cpu", 1)[0] == flags("cuda", 2)[0] == f"{count}=8"
 
     def test_of_bfloat16(self) -> None:
         assert "JAX_DEFAULT_MATMUL_PRECISION" not in comparable({}, device="cpu", dtype="bfloat16")

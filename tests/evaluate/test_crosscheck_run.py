@@ -14,7 +14,7 @@ import pytest
 import deinfer_jax
 from deinfer_jax import cli
 from deinfer_jax.evaluate.crosscheck import run, sides
-from deinfer_jax.evaluate.crosscheck.job import PERTURBATIONS, STRATEGIES
+from deinfer_jax.evaluate.crosscheck.job import JAX_STRATEGIES, PERTURBATIONS, STRATEGIES
 from deinfer_jax.evaluate.crosscheck.processes import SideFailed
 from deinfer_jax.evaluate.crosscheck.variants import LAYOUTS, VARIANTS, write_random
 
@@ -109,6 +109,41 @@ class TestAsked:
             for ranks in (1, 2)
         ]
         assert report.passed and str(report).endswith("passed: 8 of 8 runs within the limits")
+
+    def test_every_setting_of_jax_against_every_one_of_pytorch(self, log: Path) -> None:
+        report = check(jax_strategy=("sharded", "low_rank"), jax_devices=(1, 3), ranks=(1, 2))
+        ours = [("sharded", 1), ("sharded", 3), ("low_rank", 1), ("low_rank", 3)]
+        asked = [job for job in jobs(log) if job["side"] == "jax"]
+        assert [(job["jax_strategy"], job["jax_devices"]) for job in asked] == ours
+        for job in asked:
+            count = f"--xla_force_host_platform_device_count={job['jax_devices']}"
+            assert job["jax_devices"] == 1 or count in job["flags"].split()
+        assert [job["ranks"] for job in jobs(log) if job["side"] == "torch"] == [1, 2]
+        found = [(run.jax_strategy, run.jax_devices, run.ranks) for run in report.runs]
+        assert found == [(*one, ranks) for one in ours for ranks in (1, 2)]
+        assert report.runs[3].name == "JAX sharded x3, PyTorch low_rank x2, full"
+        assert "sharded x3  low_rank x2, full " in str(report)
+
+    def test_jax_is_one_device_by_default(self, log: Path) -> None:
+        check()
+        assert (jobs(log)[0]["jax_strategy"], jobs(log)[0]["jax_devices"]) == ("auto", 1)
+
+    def test_multiplied_out_there_are_no_latents(self, log: Path) -> None:
+        report = check(jax_strategy=("dense", "naive"), kv_cache=("latent", "full"))
+        asked = [
+            (job["jax_strategy"], job["kv_cache"]) for job in jobs(log) if job["side"] == "jax"
+        ]
+        assert asked == [("naive", "latent"), ("dense", "full"), ("naive", "full")]
+        assert [(run.jax_strategy, run.kv_cache) for run in report.runs] == asked
+        (reason,) = report.left_out
+        assert reason.startswith("JAX dense, latent: its factors are multiplied out")
+        assert f"left out: {reason}" in str(report)
+        assert report.to_json()["left_out"] == (reason,)
+
+    def test_a_cache_that_no_setting_of_jax_has(self, log: Path) -> None:
+        report = check(jax_strategy="dense", kv_cache=("full", "full+latent"))
+        assert [job["kv_cache"] for job in jobs(log)] == ["full", "full"]  # one a side
+        assert len(report.runs) == len(report.left_out) == 1
 
     def test_settings_reach_the_jax_side_alone(
         self, log: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,6 +245,7 @@ class TestJudged:
             "JAX_DEFAULT_MATMUL_PRECISION",
         }
         assert [run["kv_cache"] for run in found["runs"]] == ["full", "latent"]
+        assert {(run["jax_strategy"], run["jax_devices"]) for run in found["runs"]} == {("auto", 1)}
         for one in found["runs"]:
             assert one["passed"] is True
             assert one["jax"]["versions"] == {"jax": "1.0"}
@@ -251,9 +287,26 @@ class TestFails:
             ({"strategy": ["naive", "naive"]}, "strategy: expected distinct values"),
             ({"ranks": 0}, "ranks: expected positive integers, got 0"),
             ({"ranks": ()}, "ranks: expected distinct values"),
+            (
+                {"jax_strategy": "tensor"},
+                "jax_strategy: expected some of auto, dense, naive, low_rank, sharded, got 'ten",
+            ),
+            ({"jax_strategy": ("auto", "auto")}, "jax_strategy: expected distinct values"),
+            ({"jax_devices": 0}, "jax_devices: expected positive integers, got 0"),
+            ({"jax_devices": True}, "jax_devices: expected positive integers, got True"),
+            ({"jax_devices": ()}, "jax_devices: expected distinct values"),
+            (
+                {"jax_strategy": "sharded", "jax_devices": (2, 5)},
+                r"expected a number of devices that divides its width 48 .* got 5",
+            ),
+            (
+                {"jax_strategy": "dense", "kv_cache": "latent"},
+                "expected 'full' for jax_strategy dense, which multiplies .* out .*, got latent",
+            ),
             ({"kv_cache": "auto"}, r"kv_cache: expected some of full, latent, full\+latent, got"),
             ({"dtype": "float64"}, "dtype: expected one of float32, bfloat16, float16 or None"),
             ({"device": "tpu"}, "device: expected one of cpu, cuda or None, got 'tpu'"),
+            ({"cuda_graphs": True}, "cuda_graphs: expected False on a CPU, got True"),
             ({"cuda_graphs": (False, True)}, "cuda_graphs: expected False on a CPU, got True"),
             ({"perturb": "all"}, "perturb: expected one of rope-theta, .* or None, got 'all'"),
             ({"forced": 0}, "forced, greedy: expected at least 1, got 0 and 16"),
@@ -303,6 +356,15 @@ class TestCommandLine:
         assert printed["passed"] is False and printed["perturb"] == "residual"
         assert printed["model"] == "gqa/shared"
 
+    def test_settings_of_jax(self, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ("--jax-strategy", "dense", "sharded", "--jax-devices", "2", "4")
+        caches = ("--kv-cache", "full", "latent")
+        assert self.main("--random", "gqa", *arguments, *caches) == 0
+        text = capsys.readouterr().out
+        assert "dense x4   low_rank x1, full" in text and "sharded x2 low_rank x1, lat" in text
+        assert "left out: JAX dense, latent: " in text
+        assert text.endswith("passed: 6 of 6 runs within the limits\n")
+
     def test_cuda_graphs(self, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["crosscheck", "--random", "gqa", "--device", "cuda", "--dtype", "float32"]
         assert cli.main([*arguments, "--cuda-graphs", "both"]) == 0
@@ -326,6 +388,7 @@ class TestCommandLine:
             (["--random", "bert"], "expected VARIANT or VARIANT/LAYOUT"),
             (["--random", "gqa", "--perturb", "all"], "perturb: expected one of"),
             (["--random", "gqa", "--ranks", "0"], "ranks: expected positive integers, got 0"),
+            (["--random", "gqa", "--jax-devices", "0"], "jax_devices: expected positive integers"),
         ],
     )
     def test_bad_input(
@@ -346,5 +409,5 @@ class TestCommandLine:
             cli.main(["crosscheck", "--help"])
         words = capsys.readouterr().out.replace("\n", " ").replace("- ", "-").split()
         text = " ".join(words)
-        for name in (*VARIANTS, *LAYOUTS, *PERTURBATIONS, *STRATEGIES):
+        for name in (*VARIANTS, *LAYOUTS, *PERTURBATIONS, *STRATEGIES, *JAX_STRATEGIES):
             assert name in text.replace("- ", "-"), name

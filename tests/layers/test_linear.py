@@ -14,6 +14,7 @@ from flax import nnx
 from deinfer_jax import LowRank, Slice
 from deinfer_jax.layers.linear import Contract, Expand, product
 from deinfer_jax.layers.parameter import Source
+from deinfer_jax.parallel.strategy import Single
 
 D, T = 13, 5
 WIDTHS = {"q_proj": 12, "k_proj": 6, "v_proj": 7}
@@ -52,7 +53,8 @@ LAYOUTS = {
 
 def expand(low_rank: LowRank, *, bias: bool, dtype: str = "float32") -> Expand:
     """Declared, without values; see ``fill``."""
-    return Expand(PARENT, WIDTHS, D, bias=bias, low_rank=low_rank, dtype=jnp.dtype(dtype))
+    kinds: dict[str, Any] = dict(low_rank=low_rank, dtype=jnp.dtype(dtype), strategy=Single())
+    return Expand(PARENT, WIDTHS, D, bias=bias, **kinds)
 
 
 def variables(module: nnx.Module) -> Iterator[tuple[Any, tuple[Source, ...]]]:
@@ -188,7 +190,8 @@ class TestExpand:
 
 def contract(low_rank: LowRank, *, bias: bool) -> Contract:
     name = f"{PARENT}.o_proj"
-    return Contract(name, D, 11, bias=bias, low_rank=low_rank, dtype=jnp.dtype("float32"))
+    kinds: dict[str, Any] = dict(low_rank=low_rank, dtype=jnp.dtype("float32"), strategy=Single())
+    return Contract(name, D, 11, bias=bias, **kinds)
 
 
 class TestContract:

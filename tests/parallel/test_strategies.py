@@ -3,6 +3,7 @@ contracting projections, what moves, and the layout of the residual."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,17 +13,21 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+import deinfer_jax
 from deinfer_jax import LowRank, Slice
 from deinfer_jax.checkpoint.parameters import nested, spread_array
+from deinfer_jax.evaluate.crosscheck.variants import random_config
 from deinfer_jax.layers.linear import Contract, Expand
 from deinfer_jax.layers.norm import LayerNorm, RMSNorm
 from deinfer_jax.layers.parameter import declarations
+from deinfer_jax.parallel import strategies
 from deinfer_jax.parallel.mesh import AXIS, choose_placement
 from deinfer_jax.parallel.strategies import get_strategy, register_strategy
-from deinfer_jax.parallel.strategy import Strategy
+from deinfer_jax.parallel.strategy import Single, Split, Strategy
 
 D, F, T = 48, 90, 6
 PARENT = "model.layers.0.mlp"
+MISSPELT: Any = SimpleNamespace(w="outt", v=None, u=None)  # our types are checked in tests
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 STRATEGIES = ("dense", "naive", "low_rank", "sharded")
 
@@ -67,7 +72,7 @@ class Block(nnx.Module):
 def tensors(layout: LowRank, seed: int = 0) -> dict[str, np.ndarray]:
     """Of a checkpoint, float64."""
     rng = np.random.default_rng(seed)
-    declared = declarations(Block("layer", layout, Strategy(), "float32"))
+    declared = declarations(Block("layer", layout, Single(), "float32"))
     shapes = {source.name: source.shape for d in declared for source in d.sources}
     found = {name: 0.3 * rng.standard_normal(shape) for name, shape in shapes.items()}
     found["norm.weight"] += 1
@@ -180,6 +185,18 @@ def test_half_precision(kind: str, dtype: str, limit: float) -> None:
     check(kind, "sharded", "separate", 4, dtype, limit)
 
 
+def test_float16_of_a_loud_channel() -> None:
+    """x · w and v (x · w) before the norm would be infinite in float16."""
+    layout = LAYOUTS["separate"]
+    held, x = tensors(layout), inputs()
+    x[:, 7], held["norm.weight"][7] = 2e4, 4
+    held = {k: v.astype(np.float16).astype(np.float64) for k, v in held.items()}
+    x = x.astype(np.float16).astype(np.float64)
+    expected = exact("rms", layout, held, x)
+    found = run("rms", layout, get_strategy("sharded", 4), held, x, "float16")
+    assert np.abs(found - expected).max() <= 2**-9 * np.abs(expected).max()
+
+
 class TestRegister:
     def test_a_name_that_is_taken(self) -> None:
         class Again(Strategy):
@@ -192,5 +209,88 @@ class TestRegister:
         class Nameless(Strategy):
             pass
 
-        with pytest.raises(ValueError, match="strategy: expected a new name, got 'single'"):
+        with pytest.raises(ValueError, match="strategy: expected a new name, got ''"):
             register_strategy(Nameless)
+
+    def test_no_strategy(self) -> None:
+        other: Any = dict
+        with pytest.raises(TypeError, match=r"(?s)dict.*Strategy|Strategy.*dict"):
+            register_strategy(other)
+
+    def test_the_same_class_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(strategies, "STRATEGIES", dict(strategies.STRATEGIES))
+        kinds = []
+        for _ in range(2):
+
+            class Again(strategies.WholeResidual):
+                name = "again"
+
+            kinds.append(register_strategy(Again))
+        assert strategies.STRATEGIES["again"] is kinds[1] is not kinds[0]
+
+    @pytest.mark.parametrize(
+        ("expanding", "contracting", "message"),
+        [
+            (MISSPELT, Split(), r"expanding.w: expected one of .*'in'\), got 'outt'"),
+            (Split(w="out", v="in", u="out"), Split(), "expected contracting.u='out'"),
+            (Split(), Split(v="in"), "expected expanding projections that are split on their out"),
+            (Split(w="out", v="rank", u="rank"), Split(), "expected w and u both split on"),
+            (Split(w="in", u="out"), Split(), "expected w and u both split on their outputs"),
+            (Split(u="rank"), Split(), "expanding.u is split on the rank: expected v='rank'"),
+            (Split(), Split(u="rank", v=None), "contracting.u is split on the rank"),
+        ],
+    )
+    def test_splits_that_contradict(self, expanding: Any, contracting: Any, message: str) -> None:
+        kind = type(
+            "Odd", (Strategy,), dict(name="odd", expanding=expanding, contracting=contracting)
+        )
+        with pytest.raises(ValueError, match=f"strategy 'odd': .*{message}"):
+            register_strategy(kind)
+
+
+class TestForgotten:
+    """Collectives that a strategy of one's own does not place."""
+
+    @pytest.fixture
+    def config(self, monkeypatch: pytest.MonkeyPatch) -> deinfer_jax.ModelConfig:
+        monkeypatch.setattr(strategies, "STRATEGIES", dict(strategies.STRATEGIES))
+        return random_config("gqa/separate")
+
+    def load(self, config: deinfer_jax.ModelConfig, name: str) -> None:
+        with deinfer_jax.load(config, strategy=name, tensor_parallel=2, max_context=32) as llm:
+            llm.logits([1, 2, 3])
+
+    def test_after_contracting(self, config: deinfer_jax.ModelConfig) -> None:
+        @register_strategy
+        class Silent(strategies.LowRank):
+            name = "silent"
+
+            def contract(self, h: Any, projection: Any) -> Any:
+                return projection.output(projection.product(h, projection.latents(h)))
+
+        message = "strategy 'silent': expected what contract adds to a residual stream to be the"
+        with pytest.raises(ValueError, match=message):
+            self.load(config, "silent")
+
+    def test_of_latents(self, config: deinfer_jax.ModelConfig) -> None:
+        @register_strategy
+        class Own(strategies.LowRank):
+            name = "own"
+
+            def expand(self, x: Any, norm: Any, block: Any) -> Any:
+                h = norm(x)
+                z = jax.lax.all_gather(block.latents(h), AXIS, axis=1, tiled=True)
+                return block.outputs(block.products(h, z)), z
+
+        with pytest.raises(
+            ValueError, match="'own': expected latents to be the same on every device"
+        ):
+            self.load(config, "own")
+
+    def test_a_method(self, config: deinfer_jax.ModelConfig) -> None:
+        @register_strategy
+        class Bare(Strategy):
+            name = "bare"
+
+        with pytest.raises(NotImplementedError, match="strategy 'bare' does not define embed"):
+            self.load(config, "bare")

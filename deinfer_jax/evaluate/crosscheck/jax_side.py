@@ -34,7 +34,9 @@ def main(folder: Path) -> int:
     """Answers the job in a folder; returns the exit status."""
     try:
         job, tokens = Job.read(folder)
-        environment = comparable(os.environ, device=job.device, dtype=job.dtype)
+        environment = comparable(
+            os.environ, device=job.device, dtype=job.dtype, devices=job.jax_devices
+        )
         if environment != dict(os.environ):
             # This package has imported JAX by now, which is too late for some of them.
             command = [sys.executable, "-m", MODULE, str(folder)]
@@ -63,6 +65,8 @@ def answer(job: Job, tokens: Tokens) -> dict[str, Any]:
     started = time.perf_counter()
     with load(
         job.checkpoint,
+        strategy=job.jax_strategy,
+        tensor_parallel=job.jax_devices,
         kv_cache=job.kv_cache,
         dtype=job.dtype,
         max_batch=2 * len(tokens.prompts),  # twice the pages, because half of them are held
@@ -73,21 +77,25 @@ def answer(job: Job, tokens: Tokens) -> dict[str, Any]:
         progress=False,
     ) as llm:
         with scattered(llm.core.scheduler.allocator):
-            found = _forced(llm, tokens) | _greedy(llm, tokens, job.greedy)
+            found, moved = _forced(llm, tokens)
+            found |= _greedy(llm, tokens, job.greedy)
         described = machine()
         info = {
             "versions": described["versions"],
             "device": described["device"],
             "seconds": round(time.perf_counter() - started, 3),
+            "strategy": llm.strategy.name,
+            "devices": llm.runner.placement.count,
             "kv_cache": llm.cache_layout.kind,
+            "elements_a_decoded_token": moved,
             "machine": described,
             "matmul_precision": os.environ.get("JAX_DEFAULT_MATMUL_PRECISION"),
         }
     return found | {"info": np.array(json.dumps(info))}
 
 
-def _forced(llm: LLM, tokens: Tokens) -> dict[str, np.ndarray]:
-    """Prompts in chunks, then the forced tokens through the cache."""
+def _forced(llm: LLM, tokens: Tokens) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Prompts in chunks, then the forced tokens through the cache; and what that has moved."""
     count, each = len(tokens.prompts), llm.runner.max_pages
     found = {}
     with llm.core.borrowed_pages(count * each) as pages:
@@ -99,7 +107,8 @@ def _forced(llm: LLM, tokens: Tokens) -> dict[str, np.ndarray]:
         lengths = np.array([len(prompt) for prompt in tokens.prompts], np.int32)
         steps = [trace.decode(row, lengths + np.int32(s)) for s, row in enumerate(tokens.forced)]
     hidden, logits = zip(*steps, strict=True)
-    return found | {"decode_hidden": np.stack(hidden), "decode_logits": np.stack(logits)}
+    found |= {"decode_hidden": np.stack(hidden), "decode_logits": np.stack(logits)}
+    return found, trace.moved
 
 
 def _greedy(llm: LLM, tokens: Tokens, count: int) -> dict[str, np.ndarray]:

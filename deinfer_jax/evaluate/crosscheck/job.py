@@ -14,11 +14,21 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CACHES", "DEVICES", "DTYPES", "PERTURBATIONS", "STRATEGIES", "Job", "Tokens"]
+__all__ = [
+    "CACHES",
+    "DEVICES",
+    "DTYPES",
+    "JAX_STRATEGIES",
+    "PERTURBATIONS",
+    "STRATEGIES",
+    "Job",
+    "Tokens",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("full", "latent", "full+latent")
-STRATEGIES = ("dense", "naive", "low_rank")
+STRATEGIES = ("dense", "naive", "low_rank")  # of the PyTorch side
+JAX_STRATEGIES = ("auto", "dense", "naive", "low_rank", "sharded")
 DEVICES = ("cpu", "cuda")
 # What the other side can break in itself, by the names that it knows.
 PERTURBATIONS = (
@@ -47,6 +57,7 @@ class Job:
         forced: decode steps whose tokens are given.
         greedy: tokens that each sequence decodes freely.
         device: ``"cpu"`` or ``"cuda"``.
+        jax_strategy, jax_devices: of the JAX side.
         strategy, ranks, cuda_graphs: of the PyTorch side.
         perturb: what the PyTorch side breaks in itself, or None.
     """
@@ -60,6 +71,8 @@ class Job:
     forced: int
     greedy: int
     device: str
+    jax_strategy: str = "auto"
+    jax_devices: int = 1
     strategy: str = "low_rank"
     ranks: int = 1
     cuda_graphs: bool = False

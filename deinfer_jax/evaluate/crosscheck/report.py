@@ -27,17 +27,22 @@ class ThirdOpinion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrosscheckRun:
-    """A PyTorch run against the JAX run of the same cache kind.
+    """A PyTorch run against a JAX run of the same cache kind.
 
     Attributes:
+        jax_strategy, jax_devices: of the JAX side, as asked for.
         strategy, ranks, cuda_graphs, kv_cache: of the PyTorch side; the cache is the JAX side's,
             too.
         comparison: the numbers; None where an answer was none, and ``problems`` say why.
         problems: what is past the tolerance, in words.
         third_opinion: where float32 was past the relative norm.
-        jax, torch: what the sides say of themselves: versions, device, seconds.
+        jax, torch: what the sides say of themselves: versions, device, seconds, and elements of the
+            collectives of a decoded token (of PyTorch with the logits' W, which JAX reads in
+            parts); of JAX also the strategy that ``"auto"`` took.
     """
 
+    jax_strategy: str
+    jax_devices: int
     strategy: str
     ranks: int
     cuda_graphs: bool
@@ -55,6 +60,16 @@ class CrosscheckRun:
 
     @property
     def name(self) -> str:
+        """E.g. ``JAX sharded x2, PyTorch low_rank x2, latent, graphs``."""
+        return f"JAX {self.jax_name}, PyTorch {self.torch_name}"
+
+    @property
+    def jax_name(self) -> str:
+        """E.g. ``sharded x2``."""
+        return f"{self.jax_strategy} x{self.jax_devices}"
+
+    @property
+    def torch_name(self) -> str:
         """E.g. ``low_rank x2, latent, graphs``."""
         graphs = ", graphs" if self.cuda_graphs else ""
         return f"{self.strategy} x{self.ranks}, {self.kv_cache}{graphs}"
@@ -72,8 +87,9 @@ class CrosscheckReport:
         prompts: their lengths in tokens.
         forced, greedy: decode steps with given tokens, and tokens decoded freely, a sequence.
         tolerance: the limits.
-        flags: that the JAX side ran with.
-        runs: every PyTorch strategy and cache kind.
+        flags: that the JAX side ran with, beside the number of simulated devices.
+        runs: every JAX setting, PyTorch setting and cache kind.
+        left_out: settings that there are none of, in words.
     """
 
     model: str
@@ -87,6 +103,7 @@ class CrosscheckReport:
     tolerance: Tolerance
     flags: dict[str, str]
     runs: tuple[CrosscheckRun, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -111,6 +128,7 @@ class CrosscheckReport:
             f"limits: {_limits(self.tolerance)}",
             "",
             *_summary(self.runs),
+            *(f"left out: {one}" for one in self.left_out),
         ]
         for run in self.runs:
             if len(self.runs) == 1 or not run.passed:
@@ -139,22 +157,24 @@ def _limits(limits: Tolerance) -> str:
 
 def _summary(runs: Sequence[CrosscheckRun]) -> list[str]:
     """A line a run: the worst of the layers, and the distributions."""
-    width = max(24, *(len(run.name) for run in runs))
+    ours = max(len(run.jax_name) for run in runs)
+    width = max(22, *(len(run.torch_name) for run in runs))
     lines = [
-        f"{'PyTorch run':{width}} {'prefill':>9} {'decode':>9} {'KL mean':>9} {'KL p99':>9} "
-        f"{'top-1':>7} {'greedy':>9}"
+        f"{'JAX':{ours}} {'PyTorch':{width}} {'prefill':>9} {'decode':>9} {'KL mean':>9} "
+        f"{'KL p99':>9} {'top-1':>7} {'greedy':>9}"
     ]
     for run in runs:
         verdict = "passed" if run.passed else "FAILED"
+        name = f"{run.jax_name:{ours}} {run.torch_name:{width}}"
         found = run.comparison
         if found is None:
-            lines.append(f"{run.name:{width}} {verdict}: {run.problems[0]}")
+            lines.append(f"{name} {verdict}: {run.problems[0]}")
             continue
         phases = (found.prefill, found.decode)
         equal = sum(sequence.equal for sequence in found.greedy)
         count = sum(sequence.count for sequence in found.greedy)
         lines.append(
-            f"{run.name:{width}} {found.prefill.worst_layer.relative:9.1e} "
+            f"{name} {found.prefill.worst_layer.relative:9.1e} "
             f"{found.decode.worst_layer.relative:9.1e} "
             f"{max(phase.distribution.kl_mean for phase in phases):9.1e} "
             f"{max(phase.distribution.kl_p99 for phase in phases):9.1e} "
@@ -177,6 +197,7 @@ def _details(run: CrosscheckRun) -> list[str]:
         lines += [f"{a.name:11} {_numbers(a)}   {_numbers(b)}" for a, b in rows]
         lines += [_distribution("prefill", prefill), _distribution("decode", decode)]
         lines.append(f"greedy tokens until the first difference: {_greedy(run.comparison)}")
+    lines += _moved(run)
     if run.third_opinion is not None:
         lines += _opinion(run.third_opinion)
     return [*lines, *(f"! {problem}" for problem in run.problems)]
@@ -204,6 +225,17 @@ def _greedy(found: Comparison) -> str:
         + ("" if sequence.margin is None else f" (margin {sequence.margin:.2e})")
         for sequence in found.greedy
     )
+
+
+def _moved(run: CrosscheckRun) -> list[str]:
+    """Elements a decoded token, where a side has several devices."""
+    lines = []
+    for name, side in (("JAX", run.jax), ("PyTorch", run.torch)):
+        moved = side.get("elements_a_decoded_token")
+        if moved:
+            counts = ", ".join(f"{kind} {count:g}" for kind, count in sorted(moved.items()))
+            lines.append(f"elements a decoded token, {name}: {counts}")
+    return lines
 
 
 def _opinion(opinion: ThirdOpinion) -> list[str]:

@@ -23,14 +23,16 @@ from deinfer_jax.evaluate.crosscheck.job import (
     CACHES,
     DEVICES,
     DTYPES,
+    JAX_STRATEGIES,
     PERTURBATIONS,
     STRATEGIES,
     Job,
     Tokens,
 )
 from deinfer_jax.evaluate.crosscheck.report import CrosscheckReport
-from deinfer_jax.evaluate.crosscheck.sides import Choice, Sides
+from deinfer_jax.evaluate.crosscheck.sides import JaxChoice, Sides, TorchChoice
 from deinfer_jax.evaluate.crosscheck.variants import write_random
+from deinfer_jax.parallel.strategies import get_strategy
 
 __all__ = ["crosscheck"]
 
@@ -47,6 +49,8 @@ def crosscheck(
     dtype: str | None = None,
     device: str | None = None,
     cuda_graphs: bool | Sequence[bool] = False,
+    jax_strategy: str | Sequence[str] = "auto",
+    jax_devices: int | Sequence[int] = 1,
     perturb: str | None = None,
     tokens: Sequence[Sequence[int]] | None = None,
     forced: int = 12,
@@ -60,8 +64,9 @@ def crosscheck(
     prefill and in decode through the paged cache.
 
     Each side runs in processes of its own, one after the other, so that each has the device to
-    itself; the JAX side once a cache kind, the PyTorch side for every combination of ``strategy``,
-    ``ranks``, ``kv_cache`` and ``cuda_graphs``.
+    itself; the JAX side for every combination of ``jax_strategy``, ``jax_devices`` and
+    ``kv_cache``, the PyTorch side for every one of ``strategy``, ``ranks``, ``cuda_graphs`` and
+    ``kv_cache``. All answers with the same cache are compared with each other.
 
     Args:
         path: a Hugging Face directory, dense or in the canonical form.
@@ -73,6 +78,11 @@ def crosscheck(
         dtype: of both sides; None = float32 on a CPU, the checkpoint's on a GPU.
         device: ``"cpu"`` or ``"cuda"``; None = the one that JAX finds.
         cuda_graphs: whether the PyTorch side decodes by CUDA graphs, or both.
+        jax_strategy: of the JAX side, ``"auto"``, ``"dense"``, ``"naive"``, ``"low_rank"``,
+            ``"sharded"``, or several. ``"dense"`` multiplies the factors out and has no latents:
+            of several settings, it is left out where the cache has some, and ``report.left_out``
+            says so.
+        jax_devices: of the JAX side, or several numbers; on a CPU its processes simulate them.
         perturb: a thing that the PyTorch side breaks in itself, which must be noticed.
         tokens: prompts of at least two tokens, at least two of them; None = random ones.
         forced: decode steps with given tokens, at least 1.
@@ -87,7 +97,7 @@ def crosscheck(
         The report; ``report.passed`` says whether all is within the tolerance.
 
     Raises:
-        ValueError: an argument or the checkpoint is wrong.
+        ValueError: an argument or the checkpoint is wrong, or no JAX setting goes with any cache.
         FileNotFoundError: no such checkpoint.
         RuntimeError: PyTorch is not installed, or a side failed (``SideFailed``, with what it
             said).
@@ -97,7 +107,12 @@ def crosscheck(
         _several("ranks", ranks, None),
         _several("cuda_graphs", cuda_graphs, (False, True)),
     )
+    ours = itertools.product(
+        _several("jax_strategy", jax_strategy, JAX_STRATEGIES),
+        _several("jax_devices", jax_devices, None),
+    )
     caches = _several("kv_cache", kv_cache, CACHES)
+    by_cache, left_out = _possible([JaxChoice(*setting) for setting in ours], caches)
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("device", device, DEVICES),
@@ -120,7 +135,8 @@ def crosscheck(
             model = Path(path).resolve()
             config = _config(model)
         device = device or _find_device()
-        choices = [Choice(*setting) for setting in settings]
+        _check_width(by_cache, config)
+        choices = [TorchChoice(*setting) for setting in settings]
         if device == "cpu" and any(choice.cuda_graphs for choice in choices):
             raise ValueError("cuda_graphs: expected False on a CPU, got True")
         asked = Tokens.random(config.vocab_size, forced=forced, seed=seed, prompts=tokens)
@@ -139,13 +155,17 @@ def crosscheck(
         )
         sides = Sides(folder, job, asked, config, timeout, third_opinion)
         bar = tqdm(
-            total=len(caches) * (1 + len(choices)),
+            total=sum(len(some) + len(choices) for some in by_cache.values()),
             desc="crosscheck",
             unit="run",
             disable=not show_progress(progress),
         )
         with bar:
-            runs = [run for cache in caches for run in sides.of_cache(cache, choices, bar)]
+            runs = [
+                run
+                for cache, some in by_cache.items()
+                for run in sides.of_cache(cache, some, choices, bar)
+            ]
     return CrosscheckReport(
         model=random or str(path),
         dtype=job.dtype,
@@ -158,7 +178,39 @@ def crosscheck(
         tolerance=sides.tolerance,
         flags=comparable({}, device=device, dtype=job.dtype),
         runs=tuple(runs),
+        left_out=left_out,
     )
+
+
+def _possible(
+    ours: Sequence[JaxChoice], caches: Sequence[str]
+) -> tuple[dict[str, list[JaxChoice]], tuple[str, ...]]:
+    """JAX settings by the cache kinds that they can have, and in words what cannot be."""
+    names = dict.fromkeys(one.strategy for one in ours if one.strategy != "auto")
+    without = [name for name in names if get_strategy(name, 1).multiplies_out]
+    by_cache = {
+        cache: [one for one in ours if cache == "full" or one.strategy not in without]
+        for cache in caches
+    }
+    if not any(by_cache.values()):
+        raise ValueError(
+            f"kv_cache: expected 'full' for jax_strategy {' and '.join(without)}, which multiplies "
+            f"the factors out and has no latents to cache, got {', '.join(caches)}"
+        )
+    left_out = tuple(
+        f"JAX {name}, {cache}: its factors are multiplied out, it has no latents to cache"
+        for cache in caches
+        if cache != "full"
+        for name in without
+    )
+    return {cache: some for cache, some in by_cache.items() if some}, left_out
+
+
+def _check_width(by_cache: dict[str, list[JaxChoice]], config: ModelConfig) -> None:
+    """Raises ValueError where a strategy cannot split the model over so many devices."""
+    for one in itertools.chain(*by_cache.values()):
+        if one.strategy != "auto":
+            get_strategy(one.strategy, one.devices).residual(config.hidden_size)
 
 
 def _several(name: str, values: Any, known: Sequence[Any] | None) -> tuple[Any, ...]:

@@ -19,14 +19,22 @@ from deinfer_jax.evaluate.crosscheck.processes import run_side
 from deinfer_jax.evaluate.crosscheck.report import CrosscheckRun, ThirdOpinion
 from deinfer_jax.evaluate.crosscheck.verdict import Tolerance, tolerance
 
-__all__ = ["Choice", "Sides"]
+__all__ = ["JaxChoice", "Sides", "TorchChoice"]
 
 JAX_COMMAND = (sys.executable, "-m", "deinfer_jax.evaluate.crosscheck.jax_side")
 TORCH_COMMAND = (sys.executable, "-m", "reference_torch", "probe")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class JaxChoice:
+    """What is the JAX side's alone, see ``Job``."""
+
+    strategy: str
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchChoice:
     """What is the PyTorch side's alone, see ``Job``."""
 
     strategy: str
@@ -61,13 +69,18 @@ class Sides:
         self.tolerance: Tolerance = tolerance(job.dtype, config)
         self._asked = itertools.count()
 
-    def of_cache(self, cache: str, choices: Sequence[Choice], bar: Any) -> list[CrosscheckRun]:
-        """All runs with a cache kind against one JAX run."""
+    def of_cache(
+        self, cache: str, jax: Sequence[JaxChoice], choices: Sequence[TorchChoice], bar: Any
+    ) -> list[CrosscheckRun]:
+        """Each PyTorch run with a cache kind against each JAX run with it."""
         job = replace(self.job, kv_cache=cache)
-        (ours,) = self._ask("JAX", JAX_COMMAND, "jax.npz", [job])
-        bar.update()
+        ours: dict[JaxChoice, Answer] = {}
+        for one in jax:
+            asked = replace(job, jax_strategy=one.strategy, jax_devices=one.devices)
+            (ours[one],) = self._ask("JAX", JAX_COMMAND, "jax.npz", [asked])
+            bar.update()
         exact: Answer | None = None
-        runs: dict[Choice, CrosscheckRun] = {}
+        runs: dict[tuple[JaxChoice, TorchChoice], CrosscheckRun] = {}
         for ranks in dict.fromkeys(choice.ranks for choice in choices):
             # Starting processes takes longer than a small model, so they answer several jobs.
             some = [choice for choice in choices if choice.ranks == ranks]
@@ -82,15 +95,18 @@ class Sides:
             ]
             answers = self._ask("PyTorch", TORCH_COMMAND, "torch.npz", jobs)
             for choice, theirs in zip(some, answers, strict=True):
-                run = self._judged(choice, cache, ours, theirs)
-                if self.third_opinion and self._off(run):
-                    exact = exact or self._float64(job)
-                    run = replace(run, third_opinion=_opinion(ours, theirs, exact))
-                runs[choice] = run
+                for one, answer in ours.items():
+                    run = self._judged(one, choice, cache, answer, theirs)
+                    if self.third_opinion and self._off(run):
+                        exact = exact or self._float64(job)
+                        run = replace(run, third_opinion=_opinion(answer, theirs, exact))
+                    runs[one, choice] = run
                 bar.update()
-        return [runs[choice] for choice in choices]
+        return [runs[pair] for pair in itertools.product(jax, choices)]
 
-    def _judged(self, choice: Choice, cache: str, ours: Answer, theirs: Answer) -> CrosscheckRun:
+    def _judged(
+        self, one: JaxChoice, choice: TorchChoice, cache: str, ours: Answer, theirs: Answer
+    ) -> CrosscheckRun:
         problems = [
             f"{side}: {problem}"
             for side, answer in (("JAX", ours), ("PyTorch", theirs))
@@ -100,6 +116,8 @@ class Sides:
         if comparison is not None:
             problems = self.tolerance.exceeded(comparison)
         return CrosscheckRun(
+            jax_strategy=one.strategy,
+            jax_devices=one.devices,
             strategy=choice.strategy,
             ranks=choice.ranks,
             cuda_graphs=choice.cuda_graphs,
@@ -145,7 +163,10 @@ class Sides:
             job.write(folders[-1], self.tokens)
         environment = dict(os.environ)
         if command is JAX_COMMAND:
-            environment = comparable(environment, device=jobs[0].device, dtype=jobs[0].dtype)
+            (job,) = jobs
+            environment = comparable(
+                environment, device=job.device, dtype=job.dtype, devices=job.jax_devices
+            )
         whole = [*command, *map(str, folders)]
         run_side(name, whole, environment=environment, timeout=self.timeout)
         answers = []

@@ -7,6 +7,7 @@ pools and views, with more outputs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from deinfer_jax.cache.allocator import PageAllocator
 from deinfer_jax.cache.pool import LayerPool
@@ -24,6 +26,8 @@ from deinfer_jax.cache.view import CacheView, DecodeView, PrefillView
 from deinfer_jax.engine.buckets import fit
 from deinfer_jax.engine.llm import LLM
 from deinfer_jax.engine.programs import Weights
+from deinfer_jax.evaluate.communication import collectives
+from deinfer_jax.parallel.mesh import AXIS
 
 __all__ = ["Trace", "scattered"]
 
@@ -36,17 +40,20 @@ class Trace:
     Args:
         llm: loaded; nothing else may run on it meanwhile.
         tables: int32 [B, M], the pages of each sequence, which the caller has borrowed.
+
+    Attributes:
+        moved: elements of a decoded token's collectives at their full size, by name, as its program
+            has them: with padding, and where heads of the context are added up, those of the
+            bucket. Logits are read in parts and not gathered.
     """
 
     def __init__(self, llm: LLM, tables: np.ndarray) -> None:
         runner = llm.runner
         options: dict[str, Any] = dict(implementation=runner.implementation)
-        self.runner, self.tables = runner, tables
-        # New pools are on a device by default, those that a program returns are bound to it, and
-        # jit would compile for each kind.
-        runner.pools = jax.device_put(runner.pools, runner.device)
-        self._chunk = jax.jit(partial(_chunk, runner.graph, **options), donate_argnums=1)
-        self._step = jax.jit(partial(_step, runner.graph, **options), donate_argnums=1)
+        self.runner, self.tables, self.vocab_size = runner, tables, llm.config.vocab_size
+        self.moved: dict[str, float] = {}
+        self._chunk = self._program(partial(_chunk, runner.graph, **options), arguments=4)
+        self._step = self._program(partial(_step, runner.graph, **options), arguments=5)
 
     def prefill(self, sequence: int, prompt: np.ndarray) -> Traced:
         """Runs a prompt, int32 [T], in chunks."""
@@ -89,15 +96,35 @@ class Trace:
                 sizes=buckets.compact(rows, entries)[-1:],  # one program for all steps
             )
         idle = (0, rows - count)
-        hidden, logits = self._run(
-            self._step,
+        arguments = (
             np.pad(tokens, idle),
             np.pad(self.tables, (idle, (0, 0))),
             np.pad(lengths, idle),
             np.arange(rows) < count,
             preparation,
         )
+        if self.runner.placement.count > 1 and not self.moved:
+            self.moved = self._moved(rows, arguments)
+        hidden, logits = self._run(self._step, *arguments)
         return hidden[:, :count], logits[:count]
+
+    def _moved(self, rows: int, arguments: tuple[Any, ...]) -> dict[str, float]:
+        """Of the decode program, a row."""
+        program = self._step.lower(self.runner.weights, self.runner.pools, *arguments)
+        found = Counter[str]()
+        for one in collectives(program):
+            found[one.kind.replace("-", "_")] += one.payload
+        return {name: count / rows for name, count in found.items()}
+
+    def _program(self, function: Any, *, arguments: int) -> Any:
+        runner, same = self.runner, PartitionSpec()
+        residual = AXIS if runner.strategy.splits_residual else None
+        spread = runner.placement.spread(
+            function,
+            (runner.weight_specs, runner.pool_specs, *arguments * (same,)),
+            (runner.pool_specs, PartitionSpec(None, None, residual), PartitionSpec(None, AXIS)),
+        )
+        return jax.jit(spread, donate_argnums=1)
 
     def _run(self, program: Any, *arguments: Any) -> Traced:
         runner = self.runner
@@ -106,7 +133,7 @@ class Trace:
         with jax.default_matmul_precision(exact or jax.config.jax_default_matmul_precision):
             runner.pools, *results = program(runner.weights, runner.pools, *arguments)
         hidden, logits = (np.asarray(result) for result in results)
-        return hidden, logits
+        return hidden, logits[:, : self.vocab_size]  # the rest is padding of a split axis
 
 
 @contextmanager

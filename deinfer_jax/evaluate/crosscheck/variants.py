@@ -15,7 +15,7 @@ from deinfer_jax.checkpoint.factors import low_rank_of
 from deinfer_jax.config import LowRank, ModelConfig, RopeConfig
 from deinfer_jax.layers.parameter import Source, declarations
 from deinfer_jax.models import build
-from deinfer_jax.parallel.strategy import get_strategy
+from deinfer_jax.parallel.strategy import Single
 
 __all__ = ["LAYOUTS", "VARIANTS", "random_config", "write_random"]
 
@@ -115,7 +115,7 @@ def write_random(name: str, dst: Path, *, seed: int = 0) -> ModelConfig:
     model = build(
         config,
         max_context=config.max_position,
-        strategy=get_strategy("auto", 1),
+        strategy=Single(),
         dtype=jnp.dtype("float32"),
     )
     rng = np.random.default_rng(seed)
