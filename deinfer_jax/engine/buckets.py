@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ class Buckets:
         page_size: S.
         rebuilt_pages: pages of the pools, where decode rebuilds keys from latents in a buffer of
             live pages; else None.
+        plain: whether there are decode programs, ``decode-plain``, that have neither filters nor
+            log-probabilities (see ``sampler``), besides those that have.
     """
 
     batch: tuple[int, ...]
@@ -59,6 +62,7 @@ class Buckets:
     decode_steps: int
     page_size: int
     rebuilt_pages: int | None = None
+    plain: bool = False
 
     @classmethod
     def choose(
@@ -70,6 +74,7 @@ class Buckets:
         page_size: int,
         decode_steps: int,
         rebuilt_pages: int | None = None,
+        plain: bool = False,
     ) -> Buckets:
         """Powers of two, from 2 rows, 32 prompt tokens and 128 tokens' pages on."""
         max_pages = -(-max_context // page_size)
@@ -83,6 +88,7 @@ class Buckets:
             decode_steps=decode_steps,
             page_size=page_size,
             rebuilt_pages=rebuilt_pages,
+            plain=plain,
         )
 
     def for_chunk(self, tokens: int, context: int) -> tuple[int, int]:
@@ -114,9 +120,9 @@ class Buckets:
             for pages in self.chunk_pages:
                 if pages >= least:
                     yield ("prefill", rows, pages)
-        for rows in self.batch:
-            for pages in self.pages:
-                if self.rebuilt_pages is None:
-                    yield ("decode", rows, pages)
-                for size in self.compact(rows, pages):
-                    yield ("decode", rows, pages, size)
+        kinds = ("decode", "decode-plain") if self.plain else ("decode",)
+        for kind, rows, pages in itertools.product(kinds, self.batch, self.pages):
+            if self.rebuilt_pages is None:
+                yield (kind, rows, pages)
+            for size in self.compact(rows, pages):
+                yield (kind, rows, pages, size)

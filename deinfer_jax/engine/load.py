@@ -191,6 +191,7 @@ def load(
         page_size=layout.page_size,
         decode_steps=decode_steps or (8 if on_gpu else 1),
         rebuilt_pages=pages if layout.compacts else None,
+        plain=placement.count > 1,
     )
     plan = MemoryPlan(
         weights=weight_bytes,

@@ -181,6 +181,7 @@ def decode(
     pages: int,
     steps: int,
     implementation: str | None,
+    extras: bool = True,
 ) -> tuple[list[LayerPool], BatchState, Drawn]:
     """Runs ``steps`` tokens of each slot in ``slots``; a row stops at its limit or at logits that
     are not numbers.
@@ -197,6 +198,7 @@ def decode(
         pages: table entries that the program reads.
         steps: n.
         implementation: of the ops.
+        extras: False if no row asks for filters or log-probabilities, see ``sampler``.
 
     Returns:
         Pools, state, and the tokens [n, b]: IDLE where a row did not run, NOT_A_NUMBER where it
@@ -217,7 +219,8 @@ def decode(
         view: CacheView = DecodeView(tables, lengths, active, preparation, implementation)
         x, pools = model(tokens, pools, view)
         logits, place = model.logits(x), lengths + 1
-        drawn = draw(logits, rows.keys, place, rows.sampling, model.vocabulary)
+        words = model.vocabulary
+        drawn = draw(logits, rows.keys, place, rows.sampling, words, extras=extras)
         broken = active & (drawn.tokens == NOT_A_NUMBER)
         tokens = jnp.where(active & ~broken, drawn.tokens, tokens)
         lengths = lengths + active.astype(jnp.int32)

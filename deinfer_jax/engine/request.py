@@ -52,6 +52,12 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether neither filters nor log-probabilities are asked for."""
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.logprobs is None and not (self.temperature > 0 and filtered)
+
 
 @dataclass(eq=False)
 class Request:

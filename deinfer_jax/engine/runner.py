@@ -113,7 +113,8 @@ class Runner:
         pages = fit(self.layout.pages_for(step.context), self.buckets.pages)
         slots = np.full(rows, self.max_batch, np.int32)
         slots[: len(step.requests)] = [request.slot for request in step.requests]
-        key: Key = ("decode", rows, pages)
+        plain = self.buckets.plain and all(r.sampling.plain for r in step.requests)
+        key: Key = ("decode-plain" if plain else "decode", rows, pages)
         preparation = None
         if self.layout.compacts:
             preparation = prepare(
@@ -211,7 +212,7 @@ class Runner:
     def executable(self, key: Key) -> jax.stages.Compiled:
         """The compiled program for a key; compiles it now if there is none and the guard allows."""
         if key not in self._executables:
-            if self._sealed and self.guard and key[0] in ("copy", "prefill", "decode"):
+            if self._sealed and self.guard and key[0] in _SERVING:
                 raise RecompilationError(
                     f"program {described(key)} was not compiled by the warm-up; set "
                     "llm.recompilation_guard = False to allow it"
@@ -246,13 +247,14 @@ class Runner:
             request = Request([0], _ANY_SAMPLING)
             chunk = self._prompt_chunk(request, 0, 1, rows)
             return function, (self.weights, self.pools, self.state, chunk)
-        if kind == "decode":
+        if kind in _DECODE:
             function = partial(
                 programs.decode,
                 self.graph,
                 pages=pages,
                 steps=self.buckets.decode_steps,
                 implementation=self.implementation,
+                extras=kind == "decode",
             )
             preparation = _no_pages(rows, pages, key[3]) if len(key) > 3 else None
             growth = self._growth([], rows)
@@ -274,7 +276,7 @@ class Runner:
             return (pools, same, same), pools
         if kind == "prefill":
             return (weights, pools, same, same), (pools, same, same)
-        if kind == "decode":
+        if kind in _DECODE:
             return (weights, pools, same, same, same, same), (pools, same, same)
         if kind == "logits":
             return (weights, pools, *4 * (same,)), (pools, PartitionSpec(None, AXIS))
@@ -354,7 +356,10 @@ class Runner:
 
 
 # Positions of pools and state among a program's arguments (the graph is bound already).
-_DONATED = {"copy": (0,), "prefill": (1, 2), "decode": (1, 2), "logits": (1,), "score": (1,)}
+_DECODE = ("decode", "decode-plain")
+_SERVING = ("copy", "prefill", *_DECODE)
+_DONATED = {"copy": (0,), "prefill": (1, 2), "logits": (1,), "score": (1,)}
+_DONATED |= dict.fromkeys(_DECODE, (1, 2))
 _ANY_SAMPLING = Sampling(max_new_tokens=1)
 _COPY: Key = ("copy", 1, 1)
 

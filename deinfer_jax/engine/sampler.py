@@ -8,9 +8,11 @@ A step brings each device 2p elements a row if it is greedy; a sampled one 4p; f
 log-probabilities take 3p + 2p · ``MOST_LOGPROBS`` more.
 
 What nobody in the batch asked for is skipped on the device. On a GPU that stays within the CUDA
-graph only as long as no branch loops or sorts: otherwise the host would wait, in the call of the
-program, for the predicate of every step, and could not prepare the next one meanwhile. Loops are
-unrolled there, which on a CPU would only take compile time.
+graph only as long as no branch loops, sorts, or talks to other devices: otherwise the host would
+wait, in the call of the program, for the predicate of every step, and could not prepare the next
+one meanwhile. Loops are unrolled there, which on a CPU would only take compile time. Where logits
+are split, programs without filters and log-probabilities (``extras``) have no collective in a
+branch; the others have.
 """
 
 from __future__ import annotations
@@ -135,10 +137,12 @@ def draw(
     positions: Int32[Array, " B"],
     params: SamplingParams,
     vocabulary: Vocabulary = WHOLE,
+    *,
+    extras: bool = True,
 ) -> Drawn:
     """``sample``, and log-probabilities if any row wants them: of the word drawn and of the
     ``MOST_LOGPROBS`` most likely ones (of all words, if there are fewer)."""
-    words = sample(logits, keys, positions, params, vocabulary)
+    words = sample(logits, keys, positions, params, vocabulary, filters=extras)
     count = min(MOST_LOGPROBS, vocabulary.words(logits.shape[1]))
 
     def compare(logits: Array) -> tuple[Array, Array, Array]:
@@ -152,6 +156,8 @@ def draw(
         none = jnp.zeros((rows, count), jnp.float32)
         return jnp.zeros(rows, jnp.float32), none.astype(jnp.int32), none
 
+    if not extras:
+        return Drawn(words, *nothing(logits))
     found = jax.lax.cond(jnp.any(params.wants_logprobs), compare, nothing, logits)
     return Drawn(words, *found)
 
@@ -162,6 +168,8 @@ def sample(
     positions: Int32[Array, " B"],
     params: SamplingParams,
     vocabulary: Vocabulary = WHOLE,
+    *,
+    filters: bool = True,
 ) -> Int32[Array, " B"]:
     """One word a row; NOT_A_NUMBER where a row's logits contain a NaN or +inf, or nothing but −inf.
 
@@ -171,6 +179,7 @@ def sample(
         positions: of the token to be drawn, from 0 at the start of the prompt.
         params: per row.
         vocabulary: which words the columns are.
+        filters: False if no row asks for any.
     """
     best, likeliest = vocabulary.largest(logits)  # NaN if any logit is
 
@@ -182,12 +191,23 @@ def sample(
         scores = tempered + noise
         if filters:
             scores = jnp.where(filter_words(tempered, params, vocabulary), scores, -jnp.inf)
+        return scores
+
+    def chosen(scores: Array) -> Array:
         return jnp.where(params.temperature > 0, vocabulary.largest(scores)[1], likeliest)
 
     sampled = params.temperature > 0
     filtered = sampled & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))
-    # The whole batch takes the way that its most demanding row needs.
-    way = sum(jnp.any(rows).astype(jnp.int32) for rows in (sampled, filtered))
-    ways = [lambda _: likeliest, partial(noisy, filters=False), partial(noisy, filters=True)]
-    words = jax.lax.switch(way, ways, logits)
+    plain = partial(noisy, filters=False)
+    if filters:
+        # The whole batch takes the way that its most demanding row needs.
+        way = sum(jnp.any(rows).astype(jnp.int32) for rows in (sampled, filtered))
+        ways = [
+            lambda _: likeliest,
+            lambda logits: chosen(plain(logits)),
+            lambda logits: chosen(noisy(logits, filters=True)),
+        ]
+        words = jax.lax.switch(way, ways, logits)
+    else:
+        words = chosen(jax.lax.cond(jnp.any(sampled), plain, lambda logits: logits, logits))
     return jnp.where(jnp.isfinite(best[:, 0]), words, NOT_A_NUMBER)

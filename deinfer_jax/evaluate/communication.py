@@ -192,10 +192,11 @@ def step_program(
     context: int = 16,
     page_size: int = 16,
     platform: str | None = None,
+    extras: bool = True,
 ) -> jax.stages.Lowered:
     """A whole decode step of all layers, with embedding, head and sampling: the engine's program.
     Collectives in no branch, or in branches 0 only, are those of greedy rows without
-    log-probabilities. Arguments as of :func:`layer_program`."""
+    log-probabilities. Arguments as of :func:`layer_program`, and ``extras`` as of the program."""
     shapes = _Shapes(config, strategy, devices, dtype, kv_cache, page_size)
     model, pages = shapes.model(), shapes.layout.pages_for(context)
     weights, weight_specs = shapes.weights(model)
@@ -204,7 +205,8 @@ def step_program(
     state: BatchState = jax.eval_shape(lambda: programs.empty_state(tokens, pages))
     growth = Growth(_ints(tokens), _ints(tokens, 1))
     preparation = _preparation(tokens, pages) if shapes.layout.compacts else None
-    run = partial(programs.decode, nnx.graphdef(model), pages=pages, steps=1, implementation=None)
+    options: dict[str, Any] = dict(pages=pages, steps=1, implementation=None, extras=extras)
+    run = partial(programs.decode, nnx.graphdef(model), **options)
     same = PartitionSpec()
     arguments = (weights, pools, state, _ints(tokens), growth, preparation)
     in_specs = (weight_specs, specs, same, same, same, same)

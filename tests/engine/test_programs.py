@@ -59,7 +59,7 @@ class TestDonation:
         }
         entry = text[text.index("\nENTRY") :]
         pools = re.findall(
-            rf"= {re.escape(pool_type(llm))}\S* parameter\((\d+)\), metadata=\S*pools", entry
+            rf"= {re.escape(pool_type(llm))}\S* parameter\((\d+)\),.*metadata=\S*pools", entry
         )
         assert len(pools) == 2
         # The first outputs are the pools, in order.

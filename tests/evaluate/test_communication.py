@@ -526,6 +526,13 @@ class TestReading:
         emitted, compiled = self.both(function, (3, 5))
         assert moves(emitted, 3) == moves(compiled, 3) == [("all-reduce", 5)]
 
+    def test_without_extras_no_branch_has_a_collective(self) -> None:
+        """Which would keep the conditional out of CUDA graphs."""
+        config = SMALL_MODELS["separate"]
+        program = step_program(config, "sharded", 4, tokens=TOKENS, platform="cuda", extras=False)
+        found = collectives(program)
+        assert found and not any(one.branches for one in found)
+
     def test_branches(self) -> None:
         def function(way, x):
             def choose(x, *widths):
