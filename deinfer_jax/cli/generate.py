@@ -46,6 +46,7 @@ def add_generate(commands: Any) -> None:
     add("--json", action="store_true", help="one JSON object a sample, with token ids and times")
     add_load_options(generate, "dtype", "max_batch", "max_context", "kv_cache", "cache_bytes")
     add_load_options(generate, "page_size", "prefill_chunk", "decode_steps", "implementation")
+    add_load_options(generate, "strategy", "tensor_parallel")
 
 
 def _generate(args: argparse.Namespace) -> int:

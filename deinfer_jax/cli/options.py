@@ -10,12 +10,14 @@ __all__ = ["DTYPES", "KV_CACHES", "MODEL", "add_command", "add_load_options", "l
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHES = ("auto", "full", "latent", "full+latent")
-MODEL = "a Hugging Face directory or a GGUF file"
+MODEL = "a Hugging Face directory, a GGUF file, or what LLM.save wrote"
 
 LOAD_OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": dict(choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU"),
     "max_batch": dict(type=int, metavar="B", help="sequences that decode together"),
     "max_context": dict(type=int, metavar="TOKENS", help="of a sequence, prompt and continuation"),
+    "strategy": dict(default="auto", help="how it is split over devices (auto)"),
+    "tensor_parallel": dict(type=int, metavar="P", help="devices (all GPUs, or one CPU)"),
     "kv_cache": dict(choices=KV_CACHES, default="auto", help="what is cached of a token (auto)"),
     "cache_bytes": dict(type=int, metavar="BYTES", help="of the cache"),
     "page_size": dict(type=int, metavar="TOKENS", help="of the cache: 16, 32, 64 or 128"),

@@ -52,10 +52,31 @@ def arrange(
         )
     split = get_strategy(strategy, placement.count)
     split.residual(config.hidden_size)  # raises where the model does not divide
-    if placement.count > 1 and not config.low_rank and not split.multiplies_out:
-        same = "their inputs" if split.splits_pairs else "under dense"
-        logger.info("strategy %s: no linear is decomposed, so all are split as %s", strategy, same)
+    if placement.count > 1:
+        _log_what_is_odd(config, split)
     return split, placement
+
+
+def _log_what_is_odd(config: ModelConfig, split: Strategy) -> None:
+    if not config.low_rank and not split.multiplies_out:
+        how = "on their inputs" if split.splits_pairs else "as under dense"
+        rest = ", and the residual stream on its width" if split.splits_residual else ""
+        logger.info(
+            "strategy %s: no linear is decomposed; linears are split %s%s", split.name, how, rest
+        )
+    if split.splits_heads:
+        heads, width = split.heads(config), config.head_dim
+        queries, kv = (share.padded // width for share in (heads.queries, heads.kv))
+        if (queries, kv) != (config.num_heads, config.num_kv_heads):
+            logger.info(
+                "%d devices compute %d query and %d kv heads, copies and zeros included, of %d and "
+                "%d",
+                split.devices,
+                queries,
+                kv,
+                config.num_heads,
+                config.num_kv_heads,
+            )
 
 
 def _planned(

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 import deinfer_jax
 from deinfer_jax.checkpoint import open_checkpoint
+from deinfer_jax.engine import arrangement
 from tests import tiny
 
 pytest.importorskip("torch", reason="tiny models are made by transformers")
@@ -227,7 +228,17 @@ def test_a_dense_model_under_a_low_rank_strategy(
     with caplog.at_level(logging.INFO, "deinfer_jax"):
         found = tokens(dense, strategy="low_rank", tensor_parallel=2)
     assert found == tokens(dense)
-    assert "strategy low_rank: no linear is decomposed, so all are split as under dense" in (
+    assert "strategy low_rank: no linear is decomposed; linears are split as under dense\n" in (
+        caplog.text
+    )
+
+
+def test_padded_heads_are_logged(models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "deinfer_jax"):
+        deinfer_jax.load(
+            models["9 on 3 heads"], strategy="low_rank", tensor_parallel=8, **SIZES
+        ).close()
+    assert "8 devices compute 16 query and 8 kv heads, copies and zeros included, of 9 and 3" in (
         caplog.text
     )
 
@@ -241,11 +252,42 @@ def test_multiplying_out_is_logged(
 
 
 def test_auto_is_the_planners_choice(
-    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        caplog.at_level(logging.INFO, "deinfer_jax"),
-        deinfer_jax.load(models["llama"], tensor_parallel=4, **SIZES) as llm,
-    ):
-        assert f"strategy: {llm.strategy.name}, " in caplog.text
-        assert llm.strategy.name in STRATEGIES and llm.strategy.devices == 4
+    asked = []
+
+    def choose(config: Any, **options: Any) -> tuple[str, str]:
+        asked.append(options)
+        return "naive", "because"
+
+    monkeypatch.setattr(arrangement, "choose", choose)
+    with deinfer_jax.load(models["llama"], tensor_parallel=4, **SIZES) as llm:
+        assert llm.strategy.name == "naive" and llm.strategy.devices == 4
+    (options,) = asked
+    wanted = dict(devices=4, batch=4, context=48, kv_cache="auto", dtype="float32", device="cpu")
+    assert wanted.items() <= options.items()
+
+
+def test_windows_shared_prefixes_and_a_cache_that_is_too_small(tmp_path: Path) -> None:
+    """The scheduler's part of it: requests wait, share pages, give theirs up and run again."""
+    dense = tiny.make("qwen2-windows", tmp_path / "dense")
+    tiny.decompose(dense, tmp_path / "dense", tmp_path / "m", tiny.groups("shared-kv", "separate"))
+    beginning = tiny.random_tokens(20, seed=9).tolist()
+    prompts = [beginning + tiny.random_tokens(n, seed=n).tolist() for n in (1, 4, 7, 2)]
+    found = []
+    for strategy, devices in (("auto", 1), ("sharded", 3)):
+        with deinfer_jax.load(
+            tmp_path / "m",
+            strategy=strategy,
+            tensor_parallel=devices,
+            kv_cache="latent",
+            max_context=64,
+            max_batch=4,
+            prefill_chunk=16,
+            page_size=16,
+            cache_bytes=8 * 16 * 1000,
+        ) as llm:
+            done = deinfer_jax.generate(llm, prompts, max_new_tokens=30, ignore_eos=True)
+            found.append([one.token_ids for one in done])
+            assert llm.runner.num_pages < 4 * 4
+    assert found[1] == found[0]
