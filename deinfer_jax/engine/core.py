@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from deinfer_jax.engine.request import FinishReason, Request, TokenLogprob
 from deinfer_jax.engine.runner import Runner
 from deinfer_jax.engine.sampler import NOT_A_NUMBER, Drawn
 from deinfer_jax.engine.scheduler import Scheduler, Step
+from deinfer_jax.parallel.processes import Processes
 
 __all__ = ["Core"]
 
@@ -33,14 +34,24 @@ class Core:
         scheduler: says which.
         ahead: steps dispatched before the oldest is read back: 1 on a GPU, whose queue then never
             runs dry; 0 on a CPU, where simulated devices deadlock if programs queue up.
+        processes: all that run the same steps, None for this one alone. What goes wrong in a step
+            may go wrong in some of them only, so nothing is run again then.
 
     Attributes:
         lock: held while scheduler, pools and state are in use.
         closed: whether :meth:`close` was called.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, ahead: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        ahead: int,
+        processes: Processes | None = None,
+    ) -> None:
         self.runner, self.scheduler, self.ahead = runner, scheduler, ahead
+        self.processes = processes
         self.lock = threading.Lock()
         self.closed = False
         self._in_flight: deque[tuple[Step, list[Drawn]]] = deque()
@@ -49,12 +60,25 @@ class Core:
         self._orders: deque[tuple[Request, bool]] = deque()
         self._broken = False  # a step has failed, and what is left of it was not cleared away yet
 
+    @contextmanager
+    def together[Value](self, what: str, make: Callable[[], Value]) -> Iterator[Value]:
+        """A block that runs with what ``make`` gives; where there are several processes, all run it
+        with what it gives in process 0, see ``Processes.call``."""
+        if self.processes is None:
+            yield make()
+        else:
+            with self.processes.call(what, make) as value:
+                yield value
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests in order; safe from any thread.
 
         Raises:
             ValueError: a request does not fit in the cache; none is queued then.
+            NotImplementedError: there are several processes, and this one alone submits.
         """
+        if self.processes is not None:
+            self.processes.check_called()
         for request in requests:
             self.scheduler.check_fits(request)
         now = time.perf_counter()
@@ -90,6 +114,9 @@ class Core:
                 try:
                     self._step()
                 except OutOfDeviceMemory as error:
+                    if self.processes is not None:
+                        self.processes.fail(error)  # the others may have had room
+                        raise
                     running = list(self.scheduler.running)
                     self._recover()  # the failed program took pools and state with it
                     for failed in running:
@@ -249,8 +276,11 @@ class Core:
             self._recover()
         try:
             yield
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            if self.processes is None:
+                self._recover()
+            else:
+                self.processes.explain(error)
             raise
 
     def _recover(self) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -31,7 +33,7 @@ BAR_SECONDS = 0.1  # between two looks at how far things are
 @overload
 def generate(
     llm: LLM | str | os.PathLike[str],
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Sequence[Prompt] | None,
     *,
     stream: Literal[False] = ...,
     **options: Unpack[Options],
@@ -39,14 +41,14 @@ def generate(
 @overload
 def generate(
     llm: LLM | str | os.PathLike[str],
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Sequence[Prompt] | None,
     *,
     stream: Literal[True],
     **options: Unpack[Options],
 ) -> Iterator[Increment]: ...
 def generate(
     llm: LLM | str | os.PathLike[str],
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Sequence[Prompt] | None,
     *,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -71,6 +73,10 @@ def generate(
     Ctrl-C ends the call after the step that runs: it returns what there is, unfinished prompts with
     finish_reason ``"cancelled"``. A second Ctrl-C raises ``KeyboardInterrupt``, as does the first
     one while streaming.
+
+    Of a model that is spread over several processes, all make the call and return the same; the
+    prompts, parameters and seeds are those of process 0, whatever the others pass (None will do for
+    their prompts). There Ctrl-C, and an error in a step, end all of them.
 
     Args:
         llm: from :func:`deinfer_jax.load`, or a path that is loaded for this call.
@@ -101,6 +107,7 @@ def generate(
 
     Raises:
         ValueError: a parameter or a prompt is bad (every bad index is named); nothing has run then.
+        NotImplementedError: ``stream``, of a model that is spread over several processes.
     """
     parameters = Parameters(
         max_new_tokens=max_new_tokens,
@@ -115,12 +122,16 @@ def generate(
         logprobs=logprobs,
     )
     if isinstance(llm, LLM):
-        prepared = _prepare(llm, prompts, parameters, seed)
-        return _stream(llm, prepared) if stream else _run(llm, prepared, progress)
+        prepare = partial(_prepare, llm, prompts, parameters, seed)
+        if not stream:
+            return _run(llm, prepare, progress)
+        if llm.core.processes is not None:
+            llm.core.processes.check_called()
+        return _stream(llm, prepare())
     if stream:
         return _load_and_stream(llm, prompts, parameters, seed, progress)
     with load(llm, progress=progress) as loaded:
-        return _run(loaded, _prepare(loaded, prompts, parameters, seed), progress)
+        return _run(loaded, partial(_prepare, loaded, prompts, parameters, seed), progress)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,9 +162,11 @@ def _prepare(llm: LLM, prompts: Any, parameters: Parameters, seed: Any) -> list[
     return prepared
 
 
-def _run(llm: LLM, prompts: list[_Prompt], progress: bool | None) -> list[Completion]:
+def _run(llm: LLM, prepare: Callable[[], list[_Prompt]], progress: bool | None) -> list[Completion]:
     engine = Engine(llm)
-    with noted_ctrl_c() as interrupt:
+    with ExitStack() as others:
+        prompts = others.enter_context(llm.core.together("generate", prepare))
+        interrupt = others.enter_context(noted_ctrl_c())
         try:
             for prompt in prompts:
                 engine.submit(prompt.ids, prompt.samples, stop=prompt.stop, text=False)
@@ -163,6 +176,8 @@ def _run(llm: LLM, prompts: list[_Prompt], progress: bool | None) -> list[Comple
                     while request.finish_reason is None and not interrupt.asked:
                         llm.core.advance(request)
                         bar.look()
+            if interrupt.asked and llm.core.processes is not None:
+                raise KeyboardInterrupt  # the others have not heard it, or in another step
         finally:
             engine.cancel_all()
         for request in requests:  # cancelled ones, if another thread was in a step just now

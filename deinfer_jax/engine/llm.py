@@ -6,6 +6,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -161,9 +162,10 @@ class LLM:
         Raises:
             ValueError: the sequence is empty or too long, or an id is not in the vocabulary.
         """
-        tokens = check_token_ids(token_ids, self.config.vocab_size)
-        logits = np.concatenate(self._in_chunks("logits", tokens, self.runner.logits))
-        return logits[:, : self.config.vocab_size]
+        words = self.config.vocab_size
+        with self.core.together("logits", partial(check_token_ids, token_ids, words)) as tokens:
+            logits = np.concatenate(self._in_chunks("logits", tokens, self.runner.logits))
+        return logits[:, :words]
 
     def score(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Log-probability of each token of a sequence given those before it, the first left out.
@@ -194,15 +196,19 @@ class LLM:
         Raises:
             ValueError: as :meth:`score`.
         """
-        tokens = check_token_ids(token_ids, self.config.vocab_size)
-        if len(tokens) < 2:
-            raise ValueError("score: expected at least two tokens, got one")
+
+        def checked() -> list[int]:
+            tokens = check_token_ids(token_ids, self.config.vocab_size)
+            if len(tokens) < 2:
+                raise ValueError("score: expected at least two tokens, got one")
+            return tokens
 
         def chunk(some: list[int], start: int, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
             after = start + 1
             return self.runner.score(some, tokens[after : after + len(some)], start, pages)
 
-        scores, greedy = zip(*self._in_chunks("score", tokens[:-1], chunk), strict=True)
+        with self.core.together("score", checked) as tokens:
+            scores, greedy = zip(*self._in_chunks("score", tokens[:-1], chunk), strict=True)
         return np.concatenate(scores), np.concatenate(greedy)
 
     def _in_chunks(

@@ -39,6 +39,7 @@ from deinfer_jax.engine.scheduler import Scheduler
 from deinfer_jax.folders import cache_folder
 from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import build
+from deinfer_jax.parallel.processes import join, told_to_others
 from deinfer_kernels import check_available
 
 __all__ = ["load"]
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@told_to_others
 def load(
     path_or_config: str | os.PathLike[str] | ModelConfig,
     *,
@@ -68,6 +70,11 @@ def load(
 ) -> LLM:
     """Puts a model on a device, or spreads it over several.
 
+    The devices may be those of several processes. Each calls ``jax.distributed.initialize`` first,
+    then ``load`` with the same arguments, then :func:`generate`, ``llm.logits`` and so on, all in
+    the same order; the prompts and parameters that count are those of process 0. A process that
+    dies or hangs ends the others within 15 seconds, with its number on stderr.
+
     Args:
         path_or_config: a Hugging Face directory (safetensors), a GGUF file or a directory with one,
             or what ``LLM.save`` wrote; or a ``ModelConfig``, which gives random weights made on the
@@ -75,8 +82,9 @@ def load(
         strategy: how products are split over devices: ``"dense"``, ``"naive"``, ``"low_rank"``,
             ``"sharded"`` (see ``docs/strategies.md``), or one that was registered. ``"dense"``
             multiplies factors out, on one device too. ``"auto"``: the planner's choice.
-        tensor_parallel: devices, or a mesh whose only axis is ``tp``; None = all GPUs that the
-            model divides onto, one device on a CPU.
+        tensor_parallel: devices, of all processes together, or a mesh whose only axis is ``tp``;
+            1 = one of this process; None = all GPUs that the model divides onto, one device on a
+            CPU.
         kv_cache: what is cached of a token. ``"full"``: keys and values. ``"latent"``: the latents
             that they are computed from; decode rebuilds keys in every step. ``"full+latent"``: full
             keys and the values' latents; decode rebuilds nothing. A projection that is dense is
@@ -105,7 +113,8 @@ def load(
 
     Raises:
         ValueError: an argument, the checkpoint or a combination is wrong; the message says what was
-            expected and came.
+            expected and came, and of several processes which one has another argument.
+        RuntimeError: another process failed; the message has its number.
         NotImplementedError: a named implementation does not exist for every op.
         FileNotFoundError: no such checkpoint, or a part of it is missing.
         OutOfDeviceMemory: weights, cache and temporaries do not fit; all are given in bytes.
@@ -156,7 +165,22 @@ def load(
     weight_bytes = sum(
         math.prod(d.local_shape(placement.count)) * d.dtype.itemsize for d in declared
     )
-    available = available_bytes(placement.device)
+    facts = dict(
+        config=config,
+        strategy=split.name,
+        kv_cache=kv_cache,
+        dtype=dtype,
+        max_batch=batch,
+        max_context=max_context,
+        page_size=page_size,
+        cache_bytes=cache_bytes,
+        prefill_chunk=chunk,
+        decode_steps=decode_steps,
+        prefix_sharing=prefix_sharing,
+        implementation=implementation,
+        seed=seed,
+    )
+    processes, available = join(placement, facts, available_bytes(placement.device))
     own = split.own_sizes(config)
     room = room_for_cache(
         own,
@@ -228,7 +252,7 @@ def load(
         decode_steps=buckets.decode_steps,
         share_prefixes=prefix_sharing,
     )
-    core = Core(runner, scheduler, ahead=1 if on_gpu else 0)
+    core = Core(runner, scheduler, ahead=1 if on_gpu else 0, processes=processes)
     logger.info(
         "%s on %d %s, strategy %s, %s, %s cache: %d pages of %d tokens",
         checkpoint.description if checkpoint else "random weights",

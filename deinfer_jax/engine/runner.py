@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
@@ -167,6 +168,8 @@ class Runner:
     def read(self, result: Any) -> np.ndarray:
         """Waits for a program's result; a program that ran out of memory says so here."""
         with explained(self.memory_plan):
+            if len(self.placement.processes) > 1 and not result.is_fully_replicated:
+                return multihost_utils.process_allgather(result, tiled=True)
             return np.asarray(result)
 
     def reset(self) -> None:

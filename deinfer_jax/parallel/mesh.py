@@ -37,6 +37,11 @@ class Placement:
         return self.mesh.size
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """Numbers of those that have its devices, in order."""
+        return tuple(sorted({device.process_index for device in self.mesh.devices.flat}))
+
+    @property
     def device(self) -> Any:
         """One of them, of this process, that stands for all."""
         return self.mesh.local_devices[0]
@@ -63,10 +68,12 @@ def choose_placement(tensor_parallel: int | Mesh | None) -> Placement:
     """The devices that a caller asks for.
 
     Args:
-        tensor_parallel: how many, or a mesh with the single axis ``tp``; None = one.
+        tensor_parallel: how many, or a mesh with the single axis ``tp``; None = one. One is this
+            process's own; several are those of all processes, or a mesh says which.
 
     Raises:
-        ValueError: there are not so many, the mesh has other axes, or it is no positive number.
+        ValueError: there are not so many, the mesh has other axes, it is no positive number, or
+            there are devices of some processes only.
     """
     if isinstance(tensor_parallel, Mesh):
         if tensor_parallel.axis_names != (AXIS,):
@@ -75,16 +82,27 @@ def choose_placement(tensor_parallel: int | Mesh | None) -> Placement:
                 f"{tensor_parallel.axis_names}"
             )
         # A mesh of Explicit axes, JAX's default, would refuse arrays that are not split yet.
-        return Placement(Mesh(tensor_parallel.devices, (AXIS,), axis_types=(AxisType.Auto,)))
+        return _checked(Mesh(tensor_parallel.devices, (AXIS,), axis_types=(AxisType.Auto,)))
     count = 1 if tensor_parallel is None else tensor_parallel
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(
             f"tensor_parallel: expected a positive number of devices, a mesh or None, got {count!r}"
         )
-    devices = jax.devices()
+    devices = jax.local_devices() if count == 1 else jax.devices()
     if count > len(devices):
         raise ValueError(
             f"tensor_parallel: expected at most {len(devices)}, the {devices[0].platform} devices "
             f"that there are, got {count}"
         )
-    return Placement(jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices[:count]))
+    return _checked(jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices[:count]))
+
+
+def _checked(mesh: Mesh) -> Placement:
+    placement = Placement(mesh)
+    own, every = jax.process_index(), tuple(range(jax.process_count()))
+    if placement.processes not in ((own,), every):
+        raise ValueError(
+            f"tensor_parallel: expected devices of all {len(every)} processes, or of process {own} "
+            f"alone, got devices of processes {', '.join(map(str, placement.processes))}"
+        )
+    return placement
