@@ -173,9 +173,9 @@ def random_parameters(declared: Sequence[Declaration], seed: int, placement: Pla
 
     A tensor's values are a function of its name and the seed, so that a model is the same however
     it is split (but under ``dense``, which wants other tensors). Every device makes whole tensors,
-    one at a time, and keeps its part. Compiled once a distinct shape: for 8B shapes on an H200, one program with all
-    parameters took 59 s to compile. The generator is ``unsafe_rbg``, which a GPU runs at memory
-    speed.
+    one at a time, and keeps its part. Compiled once a distinct shape: for 8B shapes on an H200, one
+    program with all parameters took 59 s to compile. The generator is ``unsafe_rbg``, which a GPU
+    runs at memory speed.
 
     Args:
         declared: what the model wants.

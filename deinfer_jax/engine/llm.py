@@ -1,4 +1,4 @@
-"""A model on a device, ready to generate and score."""
+"""A model on one device or several, ready to generate and score."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class LLM:
-    """A model on a device. Made by :func:`load`; a context manager that frees the device's memory.
+    """A model on one device or several. Made by :func:`load`; a context manager that frees the device's memory.
 
     Attributes:
         config: of the model.
@@ -56,7 +56,8 @@ class LLM:
         model, layout = self.config, self.cache_layout
         return (
             f"LLM({model.num_layers} layers of width {model.hidden_size}, {layout.dtype}, "
-            f"max_batch={self.max_batch}, max_context={self.max_context}, {layout.kind} cache)"
+            f"max_batch={self.max_batch}, max_context={self.max_context}, {layout.kind} cache, "
+            f"{self.strategy.name} on {self.runner.placement.count})"
         )
 
     @property
@@ -92,7 +93,7 @@ class LLM:
         return self.runner.layout
 
     def memory_plan(self) -> MemoryPlan:
-        """Bytes of weights, cache and temporaries of the programs compiled so far."""
+        """Bytes of weights, cache and temporaries of the programs compiled so far, on a device."""
         self.check_open()
         return self.runner.memory_plan()
 

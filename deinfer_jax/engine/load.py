@@ -39,6 +39,7 @@ from deinfer_jax.engine.scheduler import Scheduler
 from deinfer_jax.folders import cache_folder
 from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import build
+from deinfer_jax.parallel.mesh import platform_of
 from deinfer_jax.parallel.processes import join, told_to_others
 from deinfer_kernels import check_available
 
@@ -129,7 +130,7 @@ def load(
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed: expected an integer from 0 to 2^32 - 1, got {seed!r}")
     check_available(implementation)
-    on_gpu = jax.devices()[0].platform == "gpu"
+    on_gpu = platform_of(tensor_parallel) == "gpu"
     _use_compilation_cache()
 
     checkpoint: Checkpoint | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -16,7 +17,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-__all__ = ["AXIS", "Placement", "choose_placement"]
+__all__ = ["AXIS", "Placement", "choose_placement", "platform_of"]
 
 AXIS = "tp"
 
@@ -64,6 +65,13 @@ class Placement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+def platform_of(tensor_parallel: int | Mesh | None) -> str:
+    """Of the devices that a caller asks for: ``"cpu"`` or ``"gpu"``."""
+    if isinstance(tensor_parallel, Mesh):
+        return tensor_parallel.devices.flat[0].platform
+    return jax.devices()[0].platform
+
+
 def choose_placement(tensor_parallel: int | Mesh | None) -> Placement:
     """The devices that a caller asks for.
 
@@ -84,7 +92,7 @@ def choose_placement(tensor_parallel: int | Mesh | None) -> Placement:
         # A mesh of Explicit axes, JAX's default, would refuse arrays that are not split yet.
         return _checked(Mesh(tensor_parallel.devices, (AXIS,), axis_types=(AxisType.Auto,)))
     count = 1 if tensor_parallel is None else tensor_parallel
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
         raise ValueError(
             f"tensor_parallel: expected a positive number of devices, a mesh or None, got {count!r}"
         )
@@ -94,7 +102,9 @@ def choose_placement(tensor_parallel: int | Mesh | None) -> Placement:
             f"tensor_parallel: expected at most {len(devices)}, the {devices[0].platform} devices "
             f"that there are, got {count}"
         )
-    return _checked(jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices[:count]))
+    return _checked(
+        jax.make_mesh((int(count),), (AXIS,), (AxisType.Auto,), devices=devices[: int(count)])
+    )
 
 
 def _checked(mesh: Mesh) -> Placement:
