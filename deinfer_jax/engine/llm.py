@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 
 
 class LLM:
-    """A model on one device or several. Made by :func:`load`; a context manager that frees the device's memory.
+    """A model on one device or several. Made by :func:`load`; a context manager that frees the
+    devices' memory.
 
     Attributes:
         config: of the model.

@@ -187,8 +187,10 @@ class TestLogprobs:
 
     def test_of_an_end_token(self, llm: LLM) -> None:
         (plain,) = generate(llm, [5, 6])
-        (done,) = generate(llm, [5, 6], logprobs=1, stop_token_ids=[plain.token_ids[1]])
-        assert done.token_ids == plain.token_ids[:2]
+        last = next(i for i, token in enumerate(plain.token_ids) if token != plain.token_ids[0])
+        end = plain.token_ids[last]
+        (done,) = generate(llm, [5, 6], logprobs=1, stop_token_ids=[end])
+        assert done.token_ids == plain.token_ids[: last + 1]
         self.check(llm, done, 1)
 
     @SETTINGS
