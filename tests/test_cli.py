@@ -130,7 +130,7 @@ class TestGenerate:
         monkeypatch.setattr(deinfer_jax, "load", spy)
         options = "--dtype float32 --max-batch 3 --max-context 64 --cache-bytes 200000"
         options += " --page-size 32 --prefill-chunk 16 --decode-steps 2 --implementation reference"
-        options += " --kv-cache full"
+        options += " --kv-cache full --strategy sharded --tensor-parallel 2"
         assert generate(model, "w7 w8", *options.split()) == 0
         assert seen == dict(
             path=str(model),
@@ -143,6 +143,8 @@ class TestGenerate:
             decode_steps=2,
             implementation="reference",
             kv_cache="full",
+            strategy="sharded",
+            tensor_parallel=2,
         )
 
     def test_stop_token_ids(

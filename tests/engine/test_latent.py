@@ -345,9 +345,9 @@ class TestLoad:
         seen: list[Any] = []
         choose = module.choose_layout
 
-        def spy(*arguments: Any, situation: Any = None) -> Any:
+        def spy(*arguments: Any, situation: Any = None, **rest: Any) -> Any:
             seen.append(situation)
-            return choose(*arguments, situation=situation)
+            return choose(*arguments, situation=situation, **rest)
 
         monkeypatch.setattr(module, "choose_layout", spy)
         deinfer_jax.load(config, max_batch=3, max_context=77, cache_bytes=10**6).close()
