@@ -27,6 +27,10 @@ LLAMA_3_8B = ModelConfig(
     dtype="bfloat16",
 )
 
+LLAMA_3_70B = LLAMA_3_8B.replace(
+    hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
+)
+
 
 def write(name: str, result: dict[str, Any], folder: str | os.PathLike[str] | None = None) -> Path:
     """Writes ``result`` with the machine's description to ``<folder>/<name>.json``."""

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from deinfer_jax.cache.pool import LayerPool
 from deinfer_jax.cache.preparation import Preparation
 from deinfer_jax.cache.view import CacheView, DecodeView, PrefillView
 from deinfer_jax.engine.sampler import NOT_A_NUMBER, Drawn, SamplingParams, draw, request_key
+from deinfer_jax.parallel.mesh import AXIS
 
 __all__ = [
     "IDLE",
@@ -32,6 +34,7 @@ __all__ = [
     "logits",
     "prefill",
     "score",
+    "specs",
 ]
 
 Weights = Any  # pure dict of arrays, as nnx.to_pure_dict gives it
@@ -96,6 +99,26 @@ class Growth:
 
     first: Any
     pages: Any
+
+
+def specs(kind: str, weights: Any, pools: Any) -> tuple[Any, Any]:
+    """How arguments and results of a program are split over devices; what is neither weights, pools
+    nor logits is the same on all.
+
+    Args:
+        kind: ``"copy"``, ``"prefill"``, ``"decode"``, ``"decode-plain"``, ``"logits"`` or
+            ``"score"``.
+        weights, pools: how those are.
+    """
+    same = PartitionSpec()
+    arguments, results = {
+        "copy": ((pools, same, same), pools),
+        "prefill": ((weights, pools, same, same), (pools, same, same)),
+        "decode": ((weights, pools, *4 * (same,)), (pools, same, same)),
+        "logits": ((weights, pools, *4 * (same,)), (pools, PartitionSpec(None, AXIS))),
+        "score": ((weights, pools, *5 * (same,)), (pools, same, same)),
+    }[kind.removesuffix("-plain")]
+    return arguments, results
 
 
 def empty_state(max_batch: int, max_pages: int) -> BatchState:

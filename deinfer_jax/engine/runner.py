@@ -29,7 +29,7 @@ from deinfer_jax.engine.programs import Growth, PromptChunk
 from deinfer_jax.engine.request import Request, Sampling
 from deinfer_jax.engine.sampler import Drawn, SamplingParams
 from deinfer_jax.engine.scheduler import DecodeStep, PrefillStep
-from deinfer_jax.parallel.mesh import AXIS, Placement
+from deinfer_jax.parallel.mesh import Placement
 from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["RecompilationError", "Runner"]
@@ -230,7 +230,8 @@ class Runner:
         # A GPU would compute float32 products in TensorFloat-32, with 10 bits of mantissa.
         exact = "highest" if self.layout.dtype == "float32" else None
         with jax.default_matmul_precision(exact or jax.config.jax_default_matmul_precision):
-            spread = self.placement.spread(function, *self._specs(key[0]))
+            specs = programs.specs(key[0], self.weight_specs, self.pool_specs)
+            spread = self.placement.spread(function, *specs)
             return jax.jit(spread, donate_argnums=_DONATED[key[0]]).lower(*arguments)
 
     def _keep(self, key: Key, executable: jax.stages.Compiled) -> None:
@@ -270,21 +271,6 @@ class Runner:
         ids = (tokens,) if kind == "logits" else (tokens, tokens)
         rest = (scalar, scalar, self._table([], pages))
         return function, (self.weights, self.pools, *ids, *rest)
-
-    def _specs(self, kind: str) -> tuple[Any, Any]:
-        """How arguments and results of a program are split: what no collective has split is the
-        same on every device."""
-        weights, pools, same = self.weight_specs, self.pool_specs, PartitionSpec()
-        if kind == "copy":
-            return (pools, same, same), pools
-        if kind == "prefill":
-            return (weights, pools, same, same), (pools, same, same)
-        if kind in _DECODE:
-            return (weights, pools, same, same, same, same), (pools, same, same)
-        if kind == "logits":
-            return (weights, pools, *4 * (same,)), (pools, PartitionSpec(None, AXIS))
-        assert kind == "score"
-        return (weights, pools, *5 * (same,)), (pools, same, same)
 
     def _run(self, key: Key, *arguments: Any) -> Any:
         executable = self.executable(key)
@@ -358,9 +344,9 @@ class Runner:
         return table
 
 
-# Positions of pools and state among a program's arguments (the graph is bound already).
 _DECODE = ("decode", "decode-plain")
 _SERVING = ("copy", "prefill", *_DECODE)
+# Positions of pools and state among a program's arguments (the graph is bound already).
 _DONATED = {"copy": (0,), "prefill": (1, 2), "logits": (1,), "score": (1,)}
 _DONATED |= dict.fromkeys(_DECODE, (1, 2))
 _ANY_SAMPLING = Sampling(max_new_tokens=1)

@@ -207,10 +207,8 @@ def step_program(
     preparation = _preparation(tokens, pages) if shapes.layout.compacts else None
     options: dict[str, Any] = dict(pages=pages, steps=1, implementation=None, extras=extras)
     run = partial(programs.decode, nnx.graphdef(model), **options)
-    same = PartitionSpec()
     arguments = (weights, pools, state, _ints(tokens), growth, preparation)
-    in_specs = (weight_specs, specs, same, same, same, same)
-    return shapes.lower(run, arguments, in_specs, (specs, same, same), platform)
+    return shapes.lower(run, arguments, *programs.specs("decode", weight_specs, specs), platform)
 
 
 class _Shapes:

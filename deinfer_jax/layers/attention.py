@@ -13,7 +13,7 @@ from deinfer_jax.config import ModelConfig
 from deinfer_jax.layers.linear import Contract, Expand
 from deinfer_jax.layers.norm import RMSNorm
 from deinfer_jax.layers.rope import Rotary, rotate
-from deinfer_jax.parallel.strategy import Strategy, check_same
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["Attention"]
 
@@ -76,8 +76,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPool]:
         """What attention adds to the residual x, and the pool with the new tokens in it."""
         outputs, z = self.strategy.expand(x, self.norm, self.qkv)
-        if z is not None and not self.strategy.splits_pairs:
-            check_same(self.strategy, "latents", z)  # they may be cached
+        self.strategy.check_latents(z)
         q, k, v = (part.reshape(part.shape[0], -1, self.head_dim) for part in outputs)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

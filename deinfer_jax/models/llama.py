@@ -17,7 +17,7 @@ from deinfer_jax.layers.embedding import WordTable
 from deinfer_jax.layers.mlp import GatedMLP
 from deinfer_jax.layers.norm import RMSNorm
 from deinfer_jax.layers.rope import Rotary
-from deinfer_jax.parallel.strategy import Strategy, check_same
+from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["Llama"]
 
@@ -87,18 +87,14 @@ class Llama(nnx.Module):
         """As a call, with the residual stream after the embedding and after each layer, L + 1 times
         [T, D]; what a program does not use of it costs it nothing."""
         stream = [self.strategy.embed(tokens, self.embedding)]
-        self._check(stream[0], "an embedding")
+        self.strategy.check_residual(stream[0], "an embedding")
         new_pools = []
         for layer, pool in zip(self.layers, pools, strict=True):
             x, pool = layer(stream[-1], self.rotary, pool, view)
-            self._check(x, "what contract adds to a residual stream")
+            self.strategy.check_residual(x, "what contract adds to a residual stream")
             stream.append(x)
             new_pools.append(pool)
         return stream, new_pools
-
-    def _check(self, x: Array, what: str) -> None:
-        if not self.strategy.splits_residual:
-            check_same(self.strategy, what, x)
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T w"]:
         """Float32 logits of rows of the residual stream, of the words that this device has."""

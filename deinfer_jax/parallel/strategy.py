@@ -29,7 +29,6 @@ __all__ = [
     "Split",
     "Strategy",
     "Table",
-    "check_same",
     "check_splits",
 ]
 
@@ -189,6 +188,29 @@ class Strategy:
     # gives, keys and values of the context or absorbed values of a token.
     combine_rebuilt: Callable[[Array], Array] | None = None
 
+    # Whether what was computed is whole where it must be; as far as JAX can tell while it traces. A
+    # forgotten collective would make all else wrong without a word.
+
+    def check_residual(self, x: Array, what: str) -> None:
+        """Raises ValueError if the residual stream is to be the same on every device and x is
+        not."""
+        if not self.splits_residual:
+            self._check_same(x, what)
+
+    def check_latents(self, z: Array | None) -> None:
+        """Raises ValueError if latents, which may be cached, are to be the same on every device and
+        z are not."""
+        if z is not None and not self.splits_pairs:
+            self._check_same(z, "latents")
+
+    def _check_same(self, x: Array, what: str) -> None:
+        if self.devices > 1 and AXIS in jax.typeof(x).manual_axis_type.varying:
+            raise ValueError(
+                f"strategy {self.name!r}: expected {what} to be the same on every device, got "
+                "each device's own; bring them together with jax.lax.psum(x, 'tp') or "
+                "jax.lax.all_gather(x, 'tp', axis=1, tiled=True, to='invarying')"
+            )
+
     # How a model's axes are dealt.
 
     @property
@@ -320,14 +342,3 @@ def check_splits(kind: type[Strategy]) -> None:
             problems.append(f"{where}.u is split on the rank: expected v='rank', got {split.v!r}")
     if problems:
         raise ValueError(f"strategy {kind.name!r}: {'; '.join(problems)}")
-
-
-def check_same(strategy: Strategy, what: str, x: Array) -> None:
-    """Raises ValueError unless x is the same on every device, as far as JAX can tell while it
-    traces: a strategy has forgotten a collective, and all else would be wrong without a word."""
-    if strategy.devices > 1 and AXIS in jax.typeof(x).manual_axis_type.varying:
-        raise ValueError(
-            f"strategy {strategy.name!r}: expected {what} to be the same on every device, got "
-            "each device's own; bring them together with jax.lax.psum(x, 'tp') or "
-            "jax.lax.all_gather(x, 'tp', axis=1, tiled=True, to='invarying')"
-        )

@@ -21,6 +21,7 @@ from deinfer_jax.evaluate.communication import (
     step_program,
 )
 from deinfer_jax.parallel.mesh import choose_placement
+from tests.planner import measured
 from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 
 LLAMA_65B = LLAMA_3_70B.replace(vocab_size=32000, intermediate_size=22016, num_kv_heads=64)
@@ -33,18 +34,7 @@ TOKENS = 2
 # Compiles twice as fast; the machine code is not run, and the HLO is the same.
 QUICKLY: Any = {"xla_backend_optimization_level": 0}
 
-# 9/3 heads of 8 in a width of 72, with ranks that do not divide.
-SMALL = ModelConfig(
-    vocab_size=50,
-    hidden_size=72,
-    intermediate_size=100,
-    num_layers=1,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=8,
-    max_position=64,
-    dtype="bfloat16",
-)
+SMALL = measured.SMALL.replace(max_position=64)  # with ranks that do not divide
 KV = (("q",), ("k", "v"), ("o",), ("gate",), ("up",), ("down",))
 SMALL_RANKS = dict(q=5, k=6, v=7, o=9, gate=10, up=11, down=13)
 SMALL_MODELS = {

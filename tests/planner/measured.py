@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.common import LLAMA_3_8B, LLAMA_3_70B
 from deinfer_jax import LowRank, ModelConfig, Slice
 from deinfer_jax.cache.layout import CacheKind
 from deinfer_jax.planner import LINKS, Device, Link, Predictor
@@ -14,26 +15,15 @@ SEPARATE = (("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",))
 SHARED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 BLOCK = dict.fromkeys("qkvo", "self_attn") | dict.fromkeys(("gate", "up", "down"), "mlp")
 
-LLAMA_3_70B = ModelConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_layers=80,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=8192,
-    dtype="bfloat16",
-)
-LLAMA_3_8B = ModelConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=8192,
+# 9/3 heads of 8 in a width of 72: q 72, k and v 24.
+SMALL = ModelConfig(
+    vocab_size=50,
+    hidden_size=72,
+    intermediate_size=100,
+    num_layers=1,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=8,
     dtype="bfloat16",
 )
 

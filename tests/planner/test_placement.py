@@ -18,23 +18,12 @@ from deinfer_jax.planner import (
     place_layer,
     split_heads,
 )
-from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
+from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, SMALL, low_rank, ranks
 
 BF16 = "bfloat16"
 ONE = LLAMA_3_70B.replace(num_layers=1)
 KEEP_60 = low_rank(ONE, SEPARATE, ranks(LLAMA_3_70B, SEPARATE, 0.6))
 SHARED_60 = low_rank(ONE, SHARED, ranks(LLAMA_3_70B, SHARED, 0.6))
-# 9/3 heads of 8 in a width of 72: q 72, k and v 24.
-SMALL = ModelConfig(
-    vocab_size=50,
-    hidden_size=72,
-    intermediate_size=100,
-    num_layers=1,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=8,
-    dtype=BF16,
-)
 
 
 def place(
