@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from bench.common import RESULTS, write
+from bench.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 from deinfer_jax import ModelConfig
 from deinfer_jax.evaluate.communication import collectives, layer_program
-from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 
 MODELS = {
     "Llama-3-70B": LLAMA_3_70B,

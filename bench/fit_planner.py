@@ -1,6 +1,6 @@
 """Where the planner's figures of "h200", "nvlink" and "pcie" come from: a fit to measured times.
 
-The data are in tests/planner/measured.py: 70B layers on two GPUs with and without a fast link, and
+The data are in bench/measured.py: 70B layers on two GPUs with and without a fast link, and
 the products of an 8B layer on one. Prints the parameters, to be written into
 deinfer_jax/planner/speeds.py, and how far each prediction is off.
 
@@ -17,8 +17,8 @@ from dataclasses import fields, replace
 import numpy as np
 from scipy.optimize import least_squares
 
+from bench import measured
 from deinfer_jax.planner import DEVICES, LINKS, Device, Link
-from tests.planner import measured
 
 # Parameter, bounds. Latencies in s, bandwidths in bytes/s.
 DEVICE_BOUNDS = {

@@ -5,8 +5,9 @@ cache, decode and prefill, with a fast link between the devices and without, bes
 design figures.
 
 Parts: "check" compares the strategies' outputs at a small size in float32; "cells" times the stack;
-"split" takes decode apart into products, collectives and the rest; "paged" is a decode step of the
-engine, with its paged cache, embedding, head and sampling. A row is milliseconds a layer.
+"split" takes decode apart into products, collectives and the rest; "kernels" profiles the stack;
+"paged" is a decode step of the engine, with its paged cache, embedding, head and sampling. A row is
+milliseconds a layer.
 
 The link is a matter of environment variables, so every link has a process of its own: slow is
 NCCL_P2P_DISABLE=1 and XLA's all-reduce kernels off. Results are written after every row, a process
@@ -34,7 +35,7 @@ from bench.stack.report import Results, Table, plot
 from bench.stack.setting import CELLS, DEVICES, GROUPS, LAYERS, LINKS, STRATEGIES, Setting
 from deinfer_jax.folders import cache_folder
 
-PARTS = ("check", "cells", "split", "paged")
+PARTS = ("check", "cells", "split", "kernels", "paged")
 SLOW_ENVIRONMENT = {"NCCL_P2P_DISABLE": "1"}
 SLOW_FLAG = "--xla_gpu_experimental_use_collective_kernels="
 RESTARTS = 6

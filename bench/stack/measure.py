@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.stack.check import check
+from bench.stack.kernels import UNCAPTURED, kernel_times
 from bench.stack.layers import ATTENTION, Cell, Layers, no_collectives, noise, own_part
 from bench.stack.overlap import schedule
 from bench.stack.paged import paged_step
@@ -163,6 +164,16 @@ class Bench:
                 if name in self.args.cells and self.wants(key):
                     self.row(key, partial(self._split, layers, (groups, ranked, strategy), name))
 
+    def kernels(self) -> None:
+        """Where the stack's time goes. A profiler shows kernels that are launched one by one, so
+        without command buffers."""
+        for ranked, groups, strategy in self.stacks():
+            layers = self.layers(groups, ranked, strategy)
+            for name in self.args.cells:
+                key = "/".join(("kernels", self.link, groups, ranked, strategy, name))
+                if self.wants(key):
+                    self.row(key, partial(self._kernels, layers, (groups, ranked, strategy), name))
+
     def paged(self) -> None:
         """The engine's decode step at B 64."""
         for strategy in self.args.strategies:
@@ -296,6 +307,24 @@ class Bench:
             flush=True,
         )
         return {"products": only, "without_collectives": rest, "attention": kind}
+
+    def _kernels(self, layers: Layers, stack: tuple[str, ...], name: str) -> Row:
+        cell, weights = self.setting.cell(name), self.loaded(layers, stack)
+        x, pools, lengths = layers.arguments(cell, self._residual(cell))
+        run, _ = layers.program(cell, self.results.data["attention"][name])
+        lowered = run.lower(weights, x, pools, lengths)
+        program = lowered.compile(compiler_options={} if self.setting.small else UNCAPTURED)
+        row = kernel_times(
+            lambda x, pools: program(weights, x, pools, lengths), (x, pools), self.setting.layers
+        )
+        print(f"{self.link} {' '.join(stack)} {name}: {row['us_a_layer']} us a layer", flush=True)
+        for one in row["longest"]:
+            print(
+                f"    {one['us_a_layer']:9.2f} us, {one['launches_a_layer']:5.2f} of "
+                f"{one['operation']}: {one['kernel']}",
+                flush=True,
+            )
+        return row
 
     def _paged(self, strategy: str) -> Row:
         row = paged_step(strategy, self.setting, queues=self.queues)

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deinfer_jax.evaluate.communication import KINDS
+from deinfer_jax.evaluate.hlo import ARRAY, Instruction, Module, parse
 
 __all__ = ["Scheduled", "schedule"]
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = ((?:\(.*?\)|\S+)) ([\w-]+)\((.*)$")
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
-_ARRAY = re.compile(r"\b([a-z]\w*\[[\d,]*\])")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NO_WORK = ("bitcast", "get-tuple-element", "tuple", "parameter", "constant")
 
@@ -41,86 +38,66 @@ class Scheduled:
         return f"{name}: {waits}{', '.join(self.between) or 'nothing between'}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Instruction:
-    name: str
-    type: str
-    opcode: str
-    rest: str  # operands and attributes
-
-
 def schedule(text: str) -> list[Scheduled]:
     """Collectives of a compiled program, in order.
 
     Args:
         text: of the compiled HLO, whose order of instructions is the schedule.
     """
-    computations, entry = _parsed(text)
-    order = list(_flat(computations, entry))
-    types = {one.name: one.type for every in computations.values() for one in every}
-    ends = {}
-    for place, one in enumerate(order):
-        if one.opcode.endswith("-done"):
-            for name in re.findall(r"%([\w.-]+)", one.rest.partition(")")[0]):
-                ends[name] = place
+    module = parse(text)
+    order = list(_flat(module, module.entry))
+    types = {one.name: one.type for every in module.computations.values() for one in every.values()}
+    ends = {
+        name: place
+        for place, one in enumerate(order)
+        if one.opcode.endswith("-done")
+        for name in one.operands
+    }
     found = []
     for place, one in enumerate(order):
-        kind = _kind(one, computations)
+        kind = _kind(one, module)
         if kind is None:
             continue
         end = ends.get(one.name, place)
-        names = re.findall(r"%([\w.-]+)", one.rest.partition(")")[0])
-        operands = tuple(types.get(name, "?").partition("{")[0] for name in names)
+        operands = tuple(types.get(name, "?").partition("{")[0] for name in one.operands)
         alone = not one.opcode.endswith("-start")
-        synchronous = alone or re.search(r'"is_sync":\s*true', one.rest) is not None
+        synchronous = alone or re.search(r'"is_sync":\s*true', one.attributes) is not None
         work = (other for other in order[place + 1 : end] if other.opcode not in _NO_WORK)
         found.append(Scheduled(kind, operands, synchronous, tuple(map(_label, work))))
     return found
 
 
-def _parsed(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    current: list[_Instruction] = []
-    entry = ""
-    for line in text.splitlines():
-        if begins := _COMPUTATION.match(line):
-            current = computations.setdefault(begins[2], [])
-            entry = begins[2] if begins[1] else entry
-        elif found := _INSTRUCTION.match(line):
-            current.append(_Instruction(*found.groups()))
-    return computations, entry
-
-
-def _flat(computations: dict[str, list[_Instruction]], name: str) -> Iterator[_Instruction]:
+def _flat(module: Module, name: str) -> Iterator[Instruction]:
     """A computation's instructions, with those of command buffers, which are calls, in place."""
-    for one in computations[name]:
-        called = _CALLED.search(one.rest) if one.opcode == "call" else None
-        if called is None:
-            yield one
+    for one in module.computations[name].values():
+        if one.opcode == "call" and one.called:
+            yield from _flat(module, one.called[0][1])
         else:
-            yield from _flat(computations, called[1])
+            yield one
 
 
-def _kind(one: _Instruction, computations: dict[str, list[_Instruction]]) -> str | None:
+def _kind(one: Instruction, module: Module) -> str | None:
     name = one.opcode.removesuffix("-start")
     if name in KINDS:
         return name
-    called = _CALLED.search(one.rest) if one.opcode == "async-start" else None
-    inside = computations[called[1]] if called else []
-    return next((other.opcode for other in inside if other.opcode in KINDS), None)
+    # XLA's own all-reduce kernels are fusions.
+    if one.opcode not in ("async-start", "fusion-start"):
+        return None
+    inside = module.computations[one.called[0][1]]
+    return next((other.opcode for other in inside.values() if other.opcode in KINDS), None)
 
 
-def _label(one: _Instruction) -> str:
+def _label(one: Instruction) -> str:
     """What an instruction does, in a word or two, and its output's shape."""
-    array = _ARRAY.search(one.type)
-    shape = f" {array[1]}" if array else ""
-    target = _TARGET.search(one.rest)
+    array = ARRAY.search(one.type)
+    shape = f" {array[0]}" if array else ""
+    target = _TARGET.search(one.attributes)
     if target is not None:
         word = "product" if "gemm" in target[1] or "matmul" in target[1] else target[1]
         return f"{'attention' if 'fmha' in target[1] else word}{shape}"
-    if one.opcode == "fusion" and re.search(r"gemm|\bdot\b", one.name + one.rest.partition(")")[0]):
+    if one.opcode == "fusion" and re.search(r"gemm|\bdot\b", one.name):
         return f"product{shape}"
-    if one.opcode == "fusion" and re.search(r'"kind":\s*"__triton\w*gemm', one.rest):
+    if one.opcode == "fusion" and re.search(r'"kind":\s*"__triton\w*gemm', one.attributes):
         return f"product{shape}"
     if one.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
         return one.opcode

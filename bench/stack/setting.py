@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.stack.layers import Cell
-from deinfer_jax import ModelConfig
-from tests.planner.measured import (
+from bench.measured import (
     LLAMA_3_70B,
     SEPARATE,
     SHARED,
@@ -17,6 +15,8 @@ from tests.planner.measured import (
     low_rank,
     ranks,
 )
+from bench.stack.layers import Cell
+from deinfer_jax import ModelConfig
 
 DEVICES, LAYERS, KEEP = 2, 4, 0.6
 LINKS = {"fast": "nvlink", "slow": "pcie"}  # as TWO_GPUS calls them

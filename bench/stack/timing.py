@@ -34,7 +34,7 @@ def timed(step: Callable[..., Any], state: Any, setting: Setting, *, queues: boo
         output = jax.block_until_ready(step(*output))
         count += 1
     one = (time.perf_counter() - started) / count
-    calls = max(1 if setting.small else 2, min(50, int(0.06 / one)))
+    calls = max(1 if setting.small else 2, min(50, int(0.2 / one)))  # few waits of the host
     times, host = [], []
     begun = time.perf_counter()
     while len(times) < setting.blocks:

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from deinfer_jax.config import ModelConfig
+from deinfer_jax.engine.memory import available_bytes
 from deinfer_jax.parallel.mesh import Placement, choose_placement
 from deinfer_jax.parallel.strategies import check_strategy, get_strategy
 from deinfer_jax.parallel.strategy import Strategy
@@ -100,6 +101,7 @@ def _planned(
         kv_cache=kv_cache,
         dtype=dtype,
         device="h200" if gpu else "cpu",
+        memory=available_bytes(placement.mesh.devices.flat[0]),
     )
     logger.info("strategy: %s, %s", name, reason)
     return name

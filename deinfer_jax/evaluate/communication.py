@@ -28,6 +28,7 @@ from deinfer_jax.checkpoint.parameters import nested
 from deinfer_jax.config import LowRank, ModelConfig
 from deinfer_jax.engine import programs
 from deinfer_jax.engine.programs import BatchState, Growth
+from deinfer_jax.evaluate.hlo import ARRAY, NAME, parse
 from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import Model, build
 from deinfer_jax.parallel.mesh import AXIS, Placement, choose_placement
@@ -355,57 +356,31 @@ def _tensor(text: str) -> Operand:
 
 # Compiled HLO, as text.
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
-_NAME = re.compile(r"%([\w.-]+)")
-_CALLED = re.compile(r"\b(calls|to_apply|body|condition|(?:true|false)_computation)=%?([\w.-]+)")
 _CASES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Instruction:
-    type: str  # of the result
-    opcode: str
-    operands: str
-    rest: str  # attributes
 
 
 class _Hlo:
     def __init__(self, text: str) -> None:
-        self._computations: dict[str, dict[str, _Instruction]] = {}
-        self._entry = ""
-        header = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
-        self._partitions = int(header[1]) if header else 1
-        current: dict[str, _Instruction] = {}
-        for line in text.splitlines():
-            if begins := _COMPUTATION.match(line):
-                current = self._computations.setdefault(begins[2], {})
-                if begins[1]:
-                    self._entry = begins[2]
-            elif found := _INSTRUCTION.match(line):
-                current[found[1]] = _instruction(found[2])
-        if not self._entry:
-            raise ValueError("expected the text of a compiled HLO module, got one without an ENTRY")
+        self._module = parse(text)
 
     def walk(self) -> Iterator[Collective]:
-        yield from self._within(self._entry, ())
+        yield from self._within(self._module.entry, ())
 
     def _within(self, computation: str, branches: tuple[int, ...]) -> Iterator[Collective]:
-        here = self._computations[computation]
+        here = self._module.computations[computation]
         for one in here.values():
             kind = _kind(one.opcode.removesuffix("-start"))
             if kind is not None:
-                arrays = (_array(here[name].type) for name in _NAME.findall(one.operands))
-                devices = self._devices(one.rest, kind)
+                arrays = (_array(here[name].type) for name in one.operands)
+                devices = self._devices(one.attributes, kind)
                 yield Collective(kind, tuple(arrays), devices, branches)
                 continue
             if one.opcode.endswith(("-done", "-update")):
                 continue  # names what its start has called
-            cases = _CASES.search(one.rest)
-            for index, name in enumerate(_NAME.findall(cases[1]) if cases else ()):
+            cases = _CASES.search(one.attributes)
+            for index, name in enumerate(NAME.findall(cases[1]) if cases else ()):
                 yield from self._within(name, (*branches, index))
-            for role, name in _CALLED.findall(one.rest):
+            for role, name in one.called:
                 index = {"true_computation": (1,), "false_computation": (0,)}.get(role, ())
                 yield from self._within(name, (*branches, *index))
 
@@ -420,30 +395,11 @@ class _Hlo:
             return int(iota[1])
         if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
             return len(listed[1].split(","))
-        return self._partitions
-
-
-def _instruction(text: str) -> _Instruction:
-    """Of ``(f32[8]{0}, f32[4]{0}) all-reduce(%a, %b), channel_id=1``."""
-    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    kind, rest = text[:end], text[end:].lstrip()
-    begin = rest.index("(")
-    close = _closing(rest, begin)
-    return _Instruction(kind, rest[:begin], rest[begin:close], rest[close:])
-
-
-def _closing(text: str, begin: int) -> int:
-    """Behind the parenthesis that closes the one at ``begin``."""
-    depth = 0
-    for place in range(begin, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
-        if depth == 0:
-            return place + 1
-    raise ValueError(f"expected balanced parentheses, got {text!r}")
+        return self._module.partitions
 
 
 def _array(text: str) -> Operand:
-    (found,) = _ARRAY.findall(text)  # no tuple
+    (found,) = ARRAY.findall(text)  # no tuple
     return Operand(tuple(int(size) for size in found[1].split(",") if size), found[0])
 
 

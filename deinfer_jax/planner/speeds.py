@@ -82,7 +82,7 @@ class Link:
                 )
 
 
-# The shares and times of "h200" are a fit (bench/fit_planner.py) to what tests/planner/measured.py
+# The shares and times of "h200" are a fit (bench/fit_planner.py) to what bench/measured.py
 # lists: the bare stack of 70B layers on two H200s (JAX 0.11.2), the products of one 8B layer, and
 # steps of 8 of them. Not fitted: `elementwise`, which was measured (a + 1: 3.66 of 4.42 TB/s), and
 # `attention`, assumed, as short prompts hardly depend on it. The memory is what the vendor states.

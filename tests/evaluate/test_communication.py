@@ -11,6 +11,8 @@ import jax
 import pytest
 
 import deinfer_jax
+from bench import measured
+from bench.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 from deinfer_jax import ModelConfig
 from deinfer_jax.evaluate.communication import (
     Collective,
@@ -19,8 +21,6 @@ from deinfer_jax.evaluate.communication import (
     layer_program,
     step_program,
 )
-from tests.planner import measured
-from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 
 LLAMA_65B = LLAMA_3_70B.replace(vocab_size=32000, intermediate_size=22016, num_kv_heads=64)
 MODELS = {"70B": LLAMA_3_70B, "65B": LLAMA_65B}

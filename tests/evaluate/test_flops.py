@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from bench.measured import SEPARATE, low_rank
 from deinfer_jax import ModelConfig
 from deinfer_jax.evaluate.communication import layer_program
-from tests.planner.measured import SEPARATE, low_rank
 
 T = 4
 # Everything divides by 8. Products are large beside norms, heads wide beside masks.

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from bench.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 from deinfer_jax import ModelConfig
 from deinfer_jax.config import LowRank
 from deinfer_jax.evaluate import communication
@@ -19,7 +20,6 @@ from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.models import build
 from deinfer_jax.parallel.strategies import get_strategy
 from deinfer_jax.planner import DEVICES, LINKS, Predictor, outer_collectives, place_layer
-from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, low_rank, ranks
 
 TOKENS = 2
 ONE = LLAMA_3_70B.replace(num_layers=1, vocab_size=64)

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
+from bench import measured
+from bench.measured import SITUATIONS, TWO_GPUS, Situation
 from deinfer_jax import plan
 from deinfer_jax.planner import DEVICES, LINKS, Plan
-from tests.planner import measured
-from tests.planner.measured import SITUATIONS, TWO_GPUS, Situation
 
 H200 = DEVICES["h200"]
 

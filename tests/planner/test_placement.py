@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.measured import LLAMA_3_70B, SEPARATE, SHARED, SMALL, low_rank, ranks
 from deinfer_jax import ModelConfig
 from deinfer_jax.planner import (
     DEVICES,
@@ -18,7 +19,6 @@ from deinfer_jax.planner import (
     place_layer,
     split_heads,
 )
-from tests.planner.measured import LLAMA_3_70B, SEPARATE, SHARED, SMALL, low_rank, ranks
 
 BF16 = "bfloat16"
 ONE = LLAMA_3_70B.replace(num_layers=1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from bench.measured import LLAMA_3_8B, LLAMA_3_70B, SEPARATE, low_rank, ranks
 from deinfer_jax import ModelConfig, plan
 from deinfer_jax.planner import LINKS, Link, Plan, choose
-from tests.planner.measured import LLAMA_3_8B, LLAMA_3_70B, SEPARATE, low_rank, ranks
 
 RANKS_70B = ranks(LLAMA_3_70B, SEPARATE, 0.6)
 WHOLE_70B = low_rank(LLAMA_3_70B, SEPARATE, RANKS_70B)
