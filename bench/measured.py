@@ -1,12 +1,14 @@
-"""What the planner is held to: times of 70B layers on two H200s, and of the products of an 8B layer
-on one (design, "Numbers to beat"; JAX 0.11.2, bfloat16, random weights)."""
+"""What the planner is held to: times of 70B layers on two H200s, as bench.tensor_parallel found
+them and as the design has them, and of the products of an 8B layer on one (design, "Numbers to
+beat"). JAX 0.11.2, bfloat16, random weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.common import LLAMA_3_8B, LLAMA_3_70B
+from bench.common import LLAMA_3_8B, LLAMA_3_70B, RESULTS
 from deinfer_jax import LowRank, ModelConfig, Slice
 from deinfer_jax.cache.layout import CacheKind
 from deinfer_jax.planner import LINKS, Device, Link, Predictor
@@ -65,22 +67,23 @@ def all_ranks(attention: int, kv: int, mlp: int) -> dict[str, int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """``prompt`` = 0: a decode step of ``batch`` sequences at ``context`` tokens; else that many
-    prompts."""
+    prompts. ``short`` is what the bench calls it."""
 
     name: str
+    short: str
     batch: int
     context: int = 0
     prompt: int = 0
 
 
 SITUATIONS = (
-    Situation(name="decode 1", batch=1, context=512),
-    Situation(name="decode 64", batch=64, context=512),
-    Situation(name="decode 512", batch=512, context=128),
-    Situation(name="prefill 16384", batch=32, prompt=512),
+    Situation(name="decode 1", short="1", batch=1, context=512),
+    Situation(name="decode 64", short="64", batch=64, context=512),
+    Situation(name="decode 512", short="512", batch=512, context=128),
+    Situation(name="prefill 16384", short="prefill", batch=32, prompt=512),
 )
-# Milliseconds a layer, in the order of SITUATIONS.
-TWO_GPUS: dict[str, dict[str, tuple[float, ...]]] = {
+# The design's milliseconds a layer, in the order of SITUATIONS.
+DESIGN: dict[str, dict[str, tuple[float, ...]]] = {
     "nvlink": {
         "dense": (0.259, 0.358, 0.906, 23.4),
         "naive": (0.265, 0.489, 1.17, 20.0),
@@ -94,6 +97,7 @@ TWO_GPUS: dict[str, dict[str, tuple[float, ...]]] = {
         "sharded": (0.307, 0.50, 1.37, 31.5),
     },
 }
+LINK_NAMES = {"fast": "nvlink", "slow": "pcie"}  # of the bench, of the planner
 MEASURED_70B = low_rank(LLAMA_3_70B.replace(num_layers=1), SEPARATE, all_ranks(2432, 512, 3840))
 
 # Microseconds of all products of one layer, by rows.
@@ -108,18 +112,34 @@ PRODUCTS_8B: dict[str, dict[int, float]] = {
 STEPS_8B = {(64, 512): 2.42, (8, 4096): 2.18}
 
 
-def cells() -> dict[tuple[str, str, str], float]:
-    """Milliseconds by link, strategy and situation."""
+Cells = dict[tuple[str, str, str], float]  # milliseconds a layer by link, strategy, situation
+
+
+def designed() -> Cells:
+    """The design's."""
     return {
         (link, strategy, situation.name): time
-        for link, by_strategy in TWO_GPUS.items()
+        for link, by_strategy in DESIGN.items()
         for strategy, times in by_strategy.items()
         for situation, time in zip(SITUATIONS, times, strict=True)
     }
 
 
+def measured() -> Cells:
+    """Ours of the same, from the result file; with separate groups, as the design's."""
+    rows = json.loads((RESULTS / "tensor_parallel.json").read_text())["rows"]
+    return {
+        (link, strategy, situation.name): rows[
+            f"cells/{short}/separate/rounded/{strategy}/{situation.short}"
+        ]["ms"]
+        for short, link in LINK_NAMES.items()
+        for strategy in DESIGN[link]
+        for situation in SITUATIONS
+    }
+
+
 def predictor(strategy: str, *, device: Device, link: Link) -> Predictor:
-    """One of the layers that ``TWO_GPUS`` is about."""
+    """One of the layers that the cells are about."""
     return Predictor(
         MEASURED_70B,
         strategy,  # pyright: ignore[reportArgumentType]

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.measured import (
+    DESIGN,
+    LINK_NAMES,
     LLAMA_3_70B,
     SEPARATE,
     SHARED,
     SITUATIONS,
-    TWO_GPUS,
     all_ranks,
     low_rank,
     ranks,
@@ -19,12 +20,12 @@ from bench.stack.layers import Cell
 from deinfer_jax import ModelConfig
 
 DEVICES, LAYERS, KEEP = 2, 4, 0.6
-LINKS = {"fast": "nvlink", "slow": "pcie"}  # as TWO_GPUS calls them
+LINKS = LINK_NAMES
 STRATEGIES = ("sharded", "low_rank", "naive", "dense")  # the first ones first, should time run out
 GROUPS = {"separate": SEPARATE, "shared": SHARED}
 CELLS = ("512", "prefill", "64", "1")
 SPLIT = ("1", "64")
-ORDER = ("1", "64", "512", "prefill")  # of SITUATIONS
+ORDER = tuple(situation.short for situation in SITUATIONS)
 ROUNDED = all_ranks(2432, 512, 3840)
 NEAREST = 128  # what the shared groups' ranks are rounded to
 SMALL = LLAMA_3_70B.replace(
@@ -79,4 +80,4 @@ class Setting:
 
 def design_ms(link: str, strategy: str, name: str) -> float:
     """The design's figure, milliseconds a layer."""
-    return TWO_GPUS[LINKS[link]][strategy][ORDER.index(name)]
+    return DESIGN[LINKS[link]][strategy][ORDER.index(name)]

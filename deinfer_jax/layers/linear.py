@@ -142,7 +142,7 @@ class Expand(nnx.Module):
 
     def latents(self, x: Float[Array, "T d"]) -> Float[Array, "T R"] | None:
         """First stage: z = v x of all decomposed projections, or None where all are dense."""
-        return None if self.v is None else product(self.v[...], x)
+        return None if self.v is None else product(self.v[...], _apart(x))
 
     def products(
         self, x: Float[Array, "T d"] | None, z: Float[Array, "T R"] | None
@@ -157,7 +157,7 @@ class Expand(nnx.Module):
         found = []
         if self.w is not None:
             assert x is not None
-            found.append(product(self.w[...], x))
+            found.append(product(self.w[...], _apart(x)))
         for u, (offset, rank) in zip(self.u, self.group_slices, strict=True):
             assert z is not None
             found.append(product(u[...], z[:, offset : offset + rank]))
@@ -263,6 +263,16 @@ class Contract(nnx.Module):
     def output(self, product: Float[Array, "T O"]) -> Float[Array, "T O"]:
         """Third stage: with the bias, what is added to the residual."""
         return product if self.bias is None else product + self.bias[...][None, :]
+
+
+def _apart(x: Array) -> Array:
+    """x, which XLA is to compute before the product that reads it.
+
+    On a GPU it would take the end of a norm, · w, into the product's fusion; where cuBLAS is faster
+    than that fusion, what it took stays behind as a kernel of its own, which reads and writes all
+    of x once more.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
 def _share(width: int | Share) -> Share:

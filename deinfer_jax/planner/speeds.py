@@ -82,24 +82,25 @@ class Link:
                 )
 
 
-# The shares and times of "h200" are a fit (bench/fit_planner.py) to what bench/measured.py
-# lists: the bare stack of 70B layers on two H200s (JAX 0.11.2), the products of one 8B layer, and
-# steps of 8 of them. Not fitted: `elementwise`, which was measured (a + 1: 3.66 of 4.42 TB/s), and
-# `attention`, assumed, as short prompts hardly depend on it. The memory is what the vendor states.
-# "cpu" is two cores of a server; nothing is fitted, the order of magnitude is what matters.
+# The shares and times of "h200" are a fit (bench/fit_planner.py) to the bare stack of 70B layers on
+# two H200s (bench/results/tensor_parallel.json, JAX 0.11.2), and to the products of one 8B layer
+# and steps of 8 of them (bench/measured.py). Not fitted: `elementwise`, which was measured (a + 1:
+# 3.66 of 4.42 TB/s), and `attention`, assumed, as short prompts hardly depend on it. The memory is
+# what the vendor states. "cpu" is two cores of a server; nothing is fitted, the order of magnitude
+# is what matters.
 DEVICES = {
     "h200": Device(
         name="h200",
         speed=SPEEDS["gpu"],
         memory=140 * 10**9,
         read=0.95,
-        compute=0.888,
-        overlap=2.88,
-        product=7.98e-6,
-        cache_read=0.245,
+        compute=0.881,
+        overlap=3.01,
+        product=8.03e-6,
+        cache_read=0.271,
         attention=0.15,
         elementwise=0.83,
-        kernel=1.24e-6,
+        kernel=1e-6,
     ),
     "cpu": Device(
         name="cpu",
@@ -124,13 +125,13 @@ DEVICES = {
 LINKS = {
     "nvlink": Link(
         name="nvlink",
-        bandwidth=3.95e11,
-        latency=1.75e-5,
+        bandwidth=4e11,
+        latency=5.64e-6,
         hop=2e-6,
         small=float(4 << 20),
-        small_latency=1.54e-5,
+        small_latency=5.04e-6,
     ),
-    "pcie": Link(name="pcie", bandwidth=2.94e10, latency=1.99e-5, hop=6e-6),
+    "pcie": Link(name="pcie", bandwidth=2.99e10, latency=1.18e-5, hop=6e-6),
     "network": Link(name="network", bandwidth=2e10, latency=3e-5, hop=1.5e-5),
 }
 

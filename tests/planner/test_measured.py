@@ -8,11 +8,12 @@ import math
 import pytest
 
 from bench import measured
-from bench.measured import SITUATIONS, TWO_GPUS, Situation
+from bench.measured import DESIGN, SITUATIONS, Cells, Situation
 from deinfer_jax import plan
 from deinfer_jax.planner import DEVICES, LINKS, Plan
 
 H200 = DEVICES["h200"]
+OURS = measured.measured()
 
 
 def predicted(link: str, strategy: str, situation: Situation) -> float:
@@ -23,16 +24,21 @@ def predicted(link: str, strategy: str, situation: Situation) -> float:
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda s: s.name)
-@pytest.mark.parametrize("link", TWO_GPUS)
+@pytest.mark.parametrize("link", DESIGN)
 class TestTwoGpus:
-    @pytest.mark.parametrize("strategy", TWO_GPUS["nvlink"])
-    def test_time(self, link: str, strategy: str, situation: Situation) -> None:
-        true = measured.cells()[link, strategy, situation.name]
-        assert predicted(link, strategy, situation) == pytest.approx(true, rel=0.2)
+    @pytest.mark.parametrize("strategy", DESIGN["nvlink"])
+    @pytest.mark.parametrize(
+        ("table", "tolerance"), [(OURS, 0.17), (measured.designed(), 0.25)], ids=["ours", "design"]
+    )
+    def test_time(
+        self, link: str, strategy: str, situation: Situation, table: Cells, tolerance: float
+    ) -> None:
+        true = table[link, strategy, situation.name]
+        assert predicted(link, strategy, situation) == pytest.approx(true, rel=tolerance)
 
     def test_ranking(self, link: str, situation: Situation) -> None:
-        for fast, slow in itertools.permutations(TWO_GPUS[link], 2):
-            times = [measured.cells()[link, strategy, situation.name] for strategy in (fast, slow)]
+        for fast, slow in itertools.permutations(DESIGN[link], 2):
+            times = [OURS[link, strategy, situation.name] for strategy in (fast, slow)]
             if times[1] > 1.1 * times[0]:
                 assert predicted(link, fast, situation) < predicted(link, slow, situation)
 
@@ -60,7 +66,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(("link", "strategy"), [("nvlink", "sharded"), ("pcie", "low_rank")])
     def test_prompts(self, link: str, strategy: str) -> None:
-        times = {name: predicted(link, name, SITUATIONS[3]) for name in TWO_GPUS[link]}
+        times = {name: predicted(link, name, SITUATIONS[3]) for name in DESIGN[link]}
         assert min(times, key=lambda name: times[name]) == strategy
         config = measured.MEASURED_70B.replace(vocab_size=2)
         found = plan(
@@ -68,13 +74,17 @@ class TestChoice:
         )
         assert found.choice is not None and found.choice.strategy == strategy
 
-    @pytest.mark.parametrize("link", TWO_GPUS)
     @pytest.mark.parametrize("situation", SITUATIONS[:2], ids=lambda s: s.name)
-    def test_small_batches_are_faster_multiplied_out(self, link: str, situation: Situation) -> None:
-        found = stack(link, situation)
-        assert found.dense_is_faster
-        assert "is predicted faster" in found.reason
-        assert found.choice is not None and found.choice.strategy != "dense"
+    def test_small_batches_with_a_fast_link(self, situation: Situation) -> None:
+        # The design had dense first here, by 19 and 4 %; since then sharded is, by 9 and 1 %.
+        found = stack("nvlink", situation)
+        times = {
+            strategy: OURS["nvlink", strategy, situation.name] for strategy in DESIGN["nvlink"]
+        }
+        assert min(times, key=times.__getitem__) == "sharded"
+        assert not found.dense_is_faster
+        assert found.choice is not None
+        assert times[found.choice.strategy] < 1.03 * times["sharded"]
 
 
 class TestOneGpu:

@@ -144,7 +144,7 @@ class TestFit:
 
 class TestChoice:
     def test_multiply_out(self) -> None:
-        found = planned(KEEP_60, devices=2, multiply_out=True)
+        found = planned(KEEP_60, devices=2, link="network", batch=1, multiply_out=True)
         assert found.dense_is_faster
         assert found.choice is not None and found.choice.strategy == "dense"
 
