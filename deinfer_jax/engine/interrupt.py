@@ -42,8 +42,12 @@ def uninterrupted() -> Iterator[None]:
             deliver()
 
     def deliver() -> None:
-        while held:
-            before(*held.pop(0))
+        while True:
+            try:
+                one = held.pop(0)
+            except IndexError:  # a signal that came meanwhile may have delivered all
+                return
+            before(*one)
 
     signal.signal(signal.SIGINT, hold)
     try:
