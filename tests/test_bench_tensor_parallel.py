@@ -46,6 +46,24 @@ def test_strategies_agree(groups: str) -> None:
     check(groups, choose_placement(DEVICES))
 
 
+def test_schedule_sees_xlas_own_all_reduce_kernels() -> None:
+    text = """\
+HloModule jit_run, is_scheduled=true, num_partitions=2
+
+%kernel (p: bf16[512]) -> bf16[512] {
+  %p = bf16[512]{0} parameter(0)
+  ROOT %sum = bf16[512]{0} all-reduce(%p), channel_id=1, to_apply=%add
+}
+
+ENTRY %main (x: bf16[512]) -> bf16[512] {
+  %x = bf16[512]{0} parameter(0)
+  %fusion-start = ((bf16[512]{0}), bf16[512]{0}) fusion-start(%x), kind=kCustom, calls=%kernel
+  ROOT %fusion-done = bf16[512]{0} fusion-done(%fusion-start)
+}
+"""
+    assert [one.described() for one in schedule(text)] == ["all-reduce bf16[512]: nothing between"]
+
+
 def test_schedule_says_what_stands_between() -> None:
     assert [one.described() for one in schedule(HLO)] == [
         "all-reduce bf16[8,64]: product bf16[8,64]",

@@ -147,12 +147,7 @@ class Bench:
 
     def cells(self) -> None:
         """The stack, in all forms."""
-        for ranked, groups, strategy in self.stacks():
-            layers = self.layers(groups, ranked, strategy)
-            for name in self.args.cells:
-                key = "/".join(("cells", self.link, groups, ranked, strategy, name))
-                if self.wants(key):
-                    self.row(key, partial(self._cell, layers, (groups, ranked, strategy), name))
+        self._every_cell("cells", self._cell)
 
     def split(self) -> None:
         """Of small decode, on one device: all without collectives, and products alone. The link has
@@ -167,12 +162,7 @@ class Bench:
     def kernels(self) -> None:
         """Where the stack's time goes. A profiler shows kernels that are launched one by one, so
         without command buffers."""
-        for ranked, groups, strategy in self.stacks():
-            layers = self.layers(groups, ranked, strategy)
-            for name in self.args.cells:
-                key = "/".join(("kernels", self.link, groups, ranked, strategy, name))
-                if self.wants(key):
-                    self.row(key, partial(self._kernels, layers, (groups, ranked, strategy), name))
+        self._every_cell("kernels", self._kernels)
 
     def paged(self) -> None:
         """The engine's decode step at B 64."""
@@ -196,6 +186,14 @@ class Bench:
                     print(f"CHECK FAILED: {found['error']}", flush=True)
             self.results.data["check"][groups] = found
             self.results.save()
+
+    def _every_cell(self, part: str, run: Callable[[Layers, tuple[str, ...], str], Row]) -> None:
+        for ranked, groups, strategy in self.stacks():
+            layers = self.layers(groups, ranked, strategy)
+            for name in self.args.cells:
+                key = "/".join((part, self.link, groups, ranked, strategy, name))
+                if self.wants(key):
+                    self.row(key, partial(run, layers, (groups, ranked, strategy), name))
 
     def stacks(self) -> list[tuple[str, str, str]]:
         """Ranks, groups, strategy; dense has no groups."""
