@@ -37,5 +37,6 @@ def test_a_strategy_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [one.kind for one in found] == ["all-reduce", "all-reduce"]
     slices = names["llm"].config.low_rank
     ranks = [slices.get(f"model.layers.0.{m}_proj").rank for m in ("self_attn.o", "mlp.down")]
-    assert [list(one.elements) for one in found] == [[rank] for rank in ranks]
+    padded = [-(-rank // 8) * 8 for rank in ranks]
+    assert [list(one.elements) for one in found] == [[rank] for rank in padded]
     assert capsys.readouterr().out.count("all-reduce") == 2

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from deinfer_jax.config import LowRank, Slice
 from deinfer_jax.layers.parameter import INIT_SCALE, Rows, concatenated, parameter
-from deinfer_jax.parallel.shares import Share, deal, whole
+from deinfer_jax.parallel.shares import Share, deal, deal_rank, whole
 from deinfer_jax.parallel.strategy import Strategy
 
 __all__ = ["Contract", "Expand", "product"]
@@ -57,9 +57,9 @@ class Expand(nnx.Module):
     one product z = v x [T, R], and each group of projections that share a slice of z is one product
     with their u's stacked. All three may occur in one block.
 
-    Example: q dense and {k, v} sharing a v of rank 5 give w [Oq, D], v [5, D] and one u [Ok + Ov,
-    5] that reads z[:, 0:5]; with a v each, of ranks 5 and 3, v is [8, D] and two u's read z[:, 0:5]
-    and z[:, 5:8].
+    Example: q dense and {k, v} sharing a v of rank 16 give w [Oq, D], v [16, D] and one u [Ok + Ov,
+    16] that reads z[:, 0:16]; with a v each, of ranks 10 and 5, which are padded with zeros to 16
+    and 8, v is [24, D] and two u's read z[:, 0:16] and z[:, 16:24].
 
     *Sharding contract*: w is split on its outputs (heads, F) or on D; v on R or on D; u on its
     outputs or on its rank, and in that case v on the rank of each slice alone, so that the two
@@ -107,17 +107,17 @@ class Expand(nnx.Module):
         factor_ranks: dict[str, int] = {}
         for piece in groups:
             factor_ranks[piece.v] = max(factor_ranks.get(piece.v, 0), piece.offset + piece.rank)
-        pair = {piece: deal(piece.rank, devices if split.u == "rank" else 1) for piece in groups}
+        pair = {
+            piece: deal_rank(piece.rank, devices if split.u == "rank" else 1) for piece in groups
+        }
+        rows = [Rows(s.v, pair[s], s.offset, factor_ranks[s.v]) for s in groups]
+        starts = _starts([pair[piece].width for piece in groups])
         if split.u == "rank":
-            rows = [Rows(s.v, pair[s], s.offset, factor_ranks[s.v]) for s in groups]
-            starts = _starts([pair[piece].width for piece in groups])
             first = partial(parameter, rows, columns=every)
         else:
-            begin = dict(zip(factor_ranks, _starts(factor_ranks.values()), strict=True))
-            starts = [begin[piece.v] + piece.offset for piece in groups]
             columns = strategy.residual(in_features) if split.v == "in" else every
             parts = devices if split.v == "rank" else 1
-            first = partial(concatenated, list(factor_ranks.items()), parts, columns=columns)
+            first = partial(concatenated, rows, parts, columns=columns)
         self.v = first(dtype=dtype, scale=INIT_SCALE) if groups else None
         self.u = nnx.List([])
         for piece, members in groups.items():
@@ -239,7 +239,9 @@ class Contract(nnx.Module):
         used = columns if columns.split else own
         # Nothing else reads the input, so ``LowRank`` has seen to it that the slice is all of v.
         rank = 1 if piece is None else piece.rank
-        of_v, of_u = (deal(rank, devices if axis == "rank" else 1) for axis in (split.v, split.u))
+        of_v, of_u = (
+            deal_rank(rank, devices if axis == "rank" else 1) for axis in (split.v, split.u)
+        )
 
         def single(tensor: str, rows: Share, columns: Share | None) -> nnx.Param[Any]:
             return parameter([Rows(tensor, rows)], dtype, scale=INIT_SCALE, columns=columns)

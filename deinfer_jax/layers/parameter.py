@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from deinfer_jax.parallel.mesh import AXIS
-from deinfer_jax.parallel.shares import Run, Share, deal, joined, whole
+from deinfer_jax.parallel.shares import Run, Share, deal_rank, joined, whole
 
 __all__ = [
     "INIT_SCALE",
@@ -151,28 +151,30 @@ def parameter(
 
 
 def concatenated(
-    tensors: Sequence[tuple[str, int]],
+    rows: Sequence[Rows],
     devices: int,
     dtype: jnp.dtype,
     *,
     scale: float | None,
     columns: Share,
 ) -> nnx.Param[Any]:
-    """Declares a parameter of whole tensors, one under the other, that is cut into equal parts
-    without regard to where one ends.
+    """Declares a parameter of rows of some tensors, one under the other, that is cut into equal
+    parts without regard to where one ends; parts are padded as ranks are.
 
     Args:
-        tensors: names and rows.
+        rows: in order, each with a share that is whole.
         devices: parts.
         dtype, scale, columns: as of :func:`parameter`.
     """
     runs: dict[str, list[Run]] = {}
+    counts: dict[str, int] = {}
     end = 0
-    for name, count in tensors:
-        runs[name] = [(0, end, count)]
-        end += count
-    padded = deal(end, devices).padded
-    return _declared(runs, dict(tensors), padded, devices > 1, columns, dtype, scale)
+    for piece in rows:
+        counts[piece.name] = piece.count or piece.share.size
+        runs.setdefault(piece.name, []).append((piece.first, end, piece.share.size))
+        end += piece.share.width
+    padded = deal_rank(end, devices).padded
+    return _declared(runs, counts, padded, devices > 1, columns, dtype, scale)
 
 
 def _declared(

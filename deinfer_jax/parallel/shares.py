@@ -7,11 +7,15 @@ query head of zeros meets columns of zeros in o, and so on. Host code, no jax.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Heads", "Run", "Share", "deal", "deal_heads", "joined", "whole"]
+__all__ = ["Heads", "Run", "Share", "deal", "deal_heads", "deal_rank", "joined", "whole"]
 
 Run = tuple[int, int, int]  # first place in the source, first place in the target, how many
+# Latents begin and end at multiples of 16 bytes of a 16-bit type, as matrix units want their rows.
+# On a GPU XLA pads what does not before each product of cuBLAS, weights too: it reads and writes
+# them once more in every step.
+RANK_UNIT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,15 @@ def deal(size: int, devices: int) -> Share:
         for start, end in zip(starts, starts[1:], strict=False)
     )
     return Share(size=size, width=width, parts=tuple(parts))
+
+
+def deal_rank(size: int, devices: int) -> Share:
+    """As :func:`deal`, each part padded to a multiple of ``RANK_UNIT``.
+
+    Example: a rank of 11 on 2 devices has width 8 and parts of 6 and 5.
+    """
+    share = deal(size, devices)
+    return replace(share, width=-(-share.width // RANK_UNIT) * RANK_UNIT)
 
 
 def deal_heads(heads: int, kv_heads: int, head_dim: int, devices: int) -> Heads:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.config import ModelConfig
 from deinfer_jax.parallel.mesh import AXIS
-from deinfer_jax.parallel.shares import Heads, Share, deal, deal_heads, whole
+from deinfer_jax.parallel.shares import Heads, Share, deal, deal_heads, deal_rank, whole
 from deinfer_jax.parallel.vocabulary import WHOLE, Vocabulary
 
 __all__ = [
@@ -273,8 +273,8 @@ class Strategy:
         )
 
     def latent_rank(self, rank: int) -> int:
-        """How much of a latent a device caches."""
-        return deal(rank, self.devices).width if self.splits_pairs else rank
+        """How wide a latent is on a device."""
+        return deal_rank(rank, self.devices if self.splits_pairs else 1).width
 
     def pool_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
         """How pools of heads [P, n, K, S, H] and of latents [P, S, width] are split."""

@@ -19,6 +19,7 @@ from deinfer_jax.cache.choice import DeviceSpeed, cost
 from deinfer_jax.cache.chunk import query_block
 from deinfer_jax.cache.layout import CacheKind, CacheLayout, LayerLayout, Segment, layout_of
 from deinfer_jax.config import LowRank, ModelConfig
+from deinfer_jax.parallel.shares import deal_rank
 from deinfer_jax.planner.placement import (
     Collective,
     Heads,
@@ -194,7 +195,7 @@ class Predictor:
         def part(segment: Segment | None) -> Segment | None:
             if segment is None or self.strategy != "naive":
                 return segment
-            return replace(segment, rank=ceil(segment.rank / self.devices))
+            return replace(segment, rank=deal_rank(segment.rank, self.devices).width)
 
         known: dict[tuple[LayerLayout, Heads], LayerLayout] = {}
         layers = []

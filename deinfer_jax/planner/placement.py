@@ -277,25 +277,26 @@ class _Placer:
                 groups[piece] = groups.get(piece, 0) + width
                 if short not in self.latent:
                     read.add(piece)
-        ranks = [piece.rank for piece in groups]
         if self.strategy == "naive":
             self._expand_naively(name, dense, groups, read)
             return
-        total, inputs = sum(ranks), self.residual
-        if ranks:
-            rows = _share(total, self.devices) if self.strategy == "low_rank" else total
-            self._product(rows, inputs)
-            self.latents += total
-        if self.strategy == "low_rank" and ranks:
-            self._collect("all-gather", f"latents of {name}", total, _pad(total, self.devices))
-        if self.strategy == "sharded" and ranks:
+        total, p = sum(piece.rank for piece in groups), self.devices
+        padded = sum(_padded_rank(piece.rank) for piece in groups)
+        self.latents += padded
+        if self.strategy == "low_rank" and groups:
+            gathered = p * _padded_rank(_share(padded, p))
+            self._product(gathered // p, self.residual)
+            self._collect("all-gather", f"latents of {name}", total, gathered - total)
+        elif groups:
+            self._product(padded, self.residual)
+        if self.strategy == "sharded" and groups:
             buffer = total + self.slots
-            padding = _pad(buffer, 8 * self.devices)
+            padding = padded - total + _pad(padded + self.slots, 8 * p)
             self._collect("all-reduce", f"latents of {name} and slots", buffer, padding)
         elif self.strategy == "sharded":
             self._collect("all-reduce", f"Σx² of {name}", 1)  # alone, as one float32
         for piece, width in groups.items():
-            self._product(width, piece.rank)
+            self._product(width, _padded_rank(piece.rank))
         if dense:
             if self.strategy == "sharded":
                 self._collect("all-gather", f"input of {name}", self.width)
@@ -308,16 +309,17 @@ class _Placer:
             if piece is None:
                 self._product(D, _share(inputs, p))
             else:
-                rank = _share(piece.rank, p)
+                rank = _padded_rank(_share(piece.rank, p))
                 self._product(rank, inputs)
                 self._product(D, rank)
                 self.latents += rank
             self._collect("all-reduce", f"output of {name}", D)
         elif piece is not None:
-            self._product(piece.rank, inputs)
-            self._collect("all-reduce", f"latents of {name}", piece.rank)
-            self._product(self.residual, piece.rank)
-            self.latents += piece.rank
+            rank = _padded_rank(piece.rank)
+            self._product(rank, inputs)
+            self._collect("all-reduce", f"latents of {name}", piece.rank, rank - piece.rank)
+            self._product(self.residual, rank)
+            self.latents += rank
         else:
             self._product(D, inputs)
             if self.strategy == "sharded":
@@ -328,7 +330,7 @@ class _Placer:
     def _expand_naively(
         self, name: str, dense: int, groups: dict[Slice, int], read: set[Slice]
     ) -> None:
-        parts = {piece: _share(piece.rank, self.devices) for piece in groups}
+        parts = {piece: _padded_rank(_share(piece.rank, self.devices)) for piece in groups}
         if parts:
             self._product(sum(parts.values()), self.width)
             self.latents += sum(parts.values())
@@ -356,6 +358,11 @@ class _Placer:
 def _share(count: int, parts: int) -> int:
     """Of ``count`` padded to a multiple of ``parts``, one part."""
     return -(-count // parts)
+
+
+def _padded_rank(rank: int) -> int:
+    """To a multiple of 8."""
+    return rank + _pad(rank, 8)
 
 
 def _pad(count: int, multiple: int) -> int:

@@ -312,10 +312,13 @@ class TestLoad:
     def test_random_factors_are_as_declared(self, load_tiny) -> None:
         llm = load_tiny(config=CONFIGS["shared q k v, gate up; shared k v"], kv_cache="latent")
         layer = llm.runner.weights["layers"][0]
-        assert layer["attention"]["qkv"]["v"].shape == (9, 24)
-        assert layer["attention"]["qkv"]["u"][0].shape == (48 + 16 + 16, 9)
-        assert layer["mlp"]["gate_up"]["v"].shape == (13, 24)
-        assert np.asarray(layer["attention"]["qkv"]["v"]).std() > 0
+        v = np.asarray(layer["attention"]["qkv"]["v"])
+        u = np.asarray(layer["attention"]["qkv"]["u"][0])
+        assert v.shape == (16, 24)  # rank 9, padded
+        assert u.shape == (48 + 16 + 16, 16)
+        assert layer["mlp"]["gate_up"]["v"].shape == (16, 24)  # rank 13, padded
+        assert v[:9].std() > 0 and u[:, :9].std() > 0
+        assert not v[9:].any() and not u[:, 9:].any()
 
     def test_bytes_per_token(self, load_tiny) -> None:
         llm = load_tiny(config=ONE, kv_cache="latent")

@@ -75,13 +75,19 @@ def expected(
     if strategy == "naive":
         widths = [[stacked[group] for group in block] for block in blocks]
         return [Buffer("all-reduce", width) for width in (*widths[0], D, *widths[1], D)]
-    read = [sum(rank(stacked[group], D) for group in block) for block in blocks]
-    if strategy == "low_rank":
-        first = [Buffer("all-gather", R, -R % p) for R in read]
-    else:
-        more = 3 * p if riders is None else riders
-        first = [Buffer("all-reduce", R + more, -(R + more) % (8 * p)) for R in read]
-    return [first[0], Buffer("all-reduce", o), first[1], Buffer("all-reduce", down)]
+
+    def padded(size: int, unit: int = 8) -> int:
+        return -(-size // unit) * unit
+
+    more = 0 if strategy == "low_rank" else 3 * p if riders is None else riders
+    first = []
+    for block in blocks:
+        read = [rank(stacked[group], D) for group in block]
+        width = padded(sum(padded(R) for R in read) + more, 8 * p)
+        kind = "all-gather" if strategy == "low_rank" else "all-reduce"
+        first.append(Buffer(kind, sum(read) + more, width - sum(read) - more))
+    second = [Buffer("all-reduce", R, padded(R) - R) for R in (o, down)]
+    return [first[0], second[0], first[1], second[1]]
 
 
 @cache
@@ -198,11 +204,11 @@ class TestLayer:
         [
             ("separate", "dense", 16384, 0, 28672),
             ("separate", "naive", 83968, 0, 146944),
-            ("separate", "low_rank", 17472, 3 + 4, 20782),
-            ("separate", "sharded", 17472 + 6 * 8, 11 + 12, 30660),
+            ("separate", "low_rank", 17472, 35 + 7 + 36 + 2, 20782),
+            ("separate", "sharded", 17472 + 6 * 8, 75 + 7 + 12 + 2, 30660),
             ("shared", "naive", 83968, 0, 146944),
-            ("shared", "low_rank", 13309, 6 + 4, None),
-            ("shared", "sharded", 13309 + 6 * 8, 62 + 28, None),
+            ("shared", "low_rank", 13309, 22 + 7 + 52 + 2, None),
+            ("shared", "sharded", 13309 + 6 * 8, 62 + 7 + 28 + 2, None),
         ],
     )
     def test_figures_of_the_design(
@@ -250,11 +256,12 @@ class TestMixed:
     """Dense projections beside decomposed ones, on 4 devices: K = 3 heads are padded to 4."""
 
     def test_low_rank(self) -> None:
-        # Latents of {k, v} and gate, padded to 4s; q and up are column-split, down is row-split.
+        # Latents of {k, v} and gate, padded to 4 · 8, o's to 8; q and up are column-split, down is
+        # row-split.
         assert small_moves("mixed", "low_rank") == [
-            ("all-gather", 6 + 2),
-            ("all-reduce", 9),
-            ("all-gather", 10 + 2),
+            ("all-gather", 6 + 26),
+            ("all-reduce", 9 + 7),
+            ("all-gather", 10 + 22),
             ("all-reduce", 72),
         ]
 
@@ -263,7 +270,7 @@ class TestMixed:
         assert small_moves("mixed", "sharded") == [
             ("all-reduce", 6 + 12 + 14),
             ("all-gather", 72),
-            ("all-reduce", 9),
+            ("all-reduce", 9 + 7),
             ("all-reduce", 10 + 12 + 10),
             ("all-gather", 72),
             ("reduce-scatter", 72),

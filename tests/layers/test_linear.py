@@ -72,15 +72,19 @@ def fill(module: nnx.Module, seed: int = 1) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for variable, pieces in variables(module):
-        parts = [rng.standard_normal(piece.shape).astype(np.float32) for piece in pieces]
-        tensors |= {piece.name: part for piece, part in zip(pieces, parts, strict=True)}
-        variable.set_value(jnp.asarray(np.concatenate(parts), variable.get_value().dtype))
+        value = variable.get_value()
+        whole = np.zeros(value.shape, np.float32)
+        for piece in pieces:
+            tensors[piece.name] = rng.standard_normal(piece.shape).astype(np.float32)
+            piece.put(tensors[piece.name], whole)
+        variable.set_value(jnp.asarray(whole, value.dtype))
     return tensors
 
 
 def rows(name: str, start: int, shape: tuple[int, ...]) -> Source:
-    """A whole tensor at some row of a parameter."""
-    return Source(name, shape, ((0, start, shape[0]),))
+    """A whole tensor at some row of a parameter; the columns of a u are padded."""
+    columns = ((0, 0, shape[1]),) if name.endswith(".u.weight") else None
+    return Source(name, shape, ((0, start, shape[0]),), columns)
 
 
 def dense_weight(name: str, low_rank: LowRank, tensors: dict[str, np.ndarray]) -> np.ndarray:
@@ -132,7 +136,14 @@ class TestExpand:
 
     @pytest.mark.parametrize(
         ("layout", "ranks"),
-        [("separate", 12), ("separate slices of one v", 12), ("shared q k v", 6), ("k dense", 9)],
+        # Each is padded to a multiple of 8.
+        [
+            ("separate", 24),
+            ("separate slices of one v", 24),
+            ("shared q k v", 8),
+            ("k dense", 16),
+            ("rank above the widths", 48),
+        ],
     )
     def test_width_of_the_latents(self, layout: str, ranks: int) -> None:
         block = expand(LAYOUTS[layout], bias=False)
@@ -149,10 +160,12 @@ class TestExpand:
 
     def test_no_rows_are_left_without_a_source(self) -> None:
         for low_rank in LAYOUTS.values():
-            for variable, pieces in variables(expand(low_rank, bias=True)):
-                begins = [begin for piece in pieces for _, begin, _ in piece.rows]
-                ends = [begin + n for piece in pieces for _, begin, n in piece.rows]
-                assert begins == [0, *ends[:-1]]
+            block = expand(low_rank, bias=True)
+            for variable, pieces in variables(block):
+                runs = sorted((begin, n) for piece in pieces for _, begin, n in piece.rows)
+                unit = 8 if variable is block.v else 1  # what a rank is padded to
+                ends = [-(-(begin + n) // unit) * unit for begin, n in runs]
+                assert [begin for begin, _ in runs] == [0, *ends[:-1]]
                 assert ends[-1] == variable.get_value().shape[0]
 
     def test_sources_of_a_dense_block(self) -> None:
@@ -179,7 +192,8 @@ class TestExpand:
 
     def test_a_v_of_several_slices_is_read_once(self) -> None:
         found = sources(expand(LAYOUTS["slices in another order"], bias=False))
-        assert found["vqkv"] == rows("vqkv", 0, (12, D))
+        runs = ((7, 0, 5), (0, 8, 3), (3, 16, 4))  # q, k, v
+        assert found["vqkv"] == Source("vqkv", (12, D), runs)
 
     def test_latents_are_in_the_dtype_of_the_model(self) -> None:
         block = expand(LAYOUTS["separate"], bias=False, dtype="bfloat16")
