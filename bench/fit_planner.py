@@ -31,7 +31,7 @@ DEVICE_BOUNDS = {
 }
 LINK_BOUNDS = {
     "nvlink": {"bandwidth": (1e11, 4e11), "latency": (4e-6, 4e-5), "small_latency": (2e-6, 2e-5)},
-    "pcie": {"bandwidth": (1e10, 6e10), "latency": (2e-6, 4e-5)},
+    "pcie": {"bandwidth": (1e10, 6e10), "latency": (2e-6, 4e-5), "small_latency": (1e-6, 2e-5)},
 }
 CLEAR = 1.1  # measured times that differ by more have to come out in the same order
 MARGIN = 0.01  # of logarithms, by which orders should hold

@@ -59,7 +59,8 @@ class Expand(nnx.Module):
 
     Example: q dense and {k, v} sharing a v of rank 16 give w [Oq, D], v [16, D] and one u [Ok + Ov,
     16] that reads z[:, 0:16]; with a v each, of ranks 10 and 5, which are padded with zeros to 16
-    and 8, v is [24, D] and two u's read z[:, 0:16] and z[:, 16:24].
+    and 8, v is [24, D] and two u's read z[:, 0:16] and z[:, 16:24]. Here R, ``rank``, is 24; below
+    these rows v may have more, of zeros, so that z has columns for what a collective brings along.
 
     *Sharding contract*: w is split on its outputs (heads, F) or on D; v on R or on D; u on its
     outputs or on its rank, and in that case v on the rank of each slice alone, so that the two
@@ -111,13 +112,15 @@ class Expand(nnx.Module):
             piece: deal_rank(piece.rank, devices if split.u == "rank" else 1) for piece in groups
         }
         rows = [Rows(s.v, pair[s], s.offset, factor_ranks[s.v]) for s in groups]
-        starts = _starts([pair[piece].width for piece in groups])
+        widths = [pair[piece].width for piece in groups]
+        starts, self.rank = _starts(widths), sum(widths)
         if split.u == "rank":
             first = partial(parameter, rows, columns=every)
         else:
             columns = strategy.residual(in_features) if split.v == "in" else every
             parts = devices if split.v == "rank" else 1
-            first = partial(concatenated, rows, parts, columns=columns)
+            height = strategy.latent_buffer(self.rank, dtype)
+            first = partial(concatenated, rows, parts, columns=columns, height=height)
         self.v = first(dtype=dtype, scale=INIT_SCALE) if groups else None
         self.u = nnx.List([])
         for piece, members in groups.items():

@@ -21,9 +21,10 @@ class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + ε) · w over the last axis; the statistics are float32, the product with w
     is in x's dtype.
 
-    1/rms is one number a token and commutes with the product behind the norm. So where x is split
+    1/rms is one number a token and commutes with the products behind the norm. So where x is split
     on D, a strategy takes the norm apart: it sums ``moments`` of the own part of x over devices,
-    and products v of ``weighted``, and ``finished`` makes of both what v of the normed x is.
+    and products v of ``weighted``, and ``finished`` makes of both what v of the normed x is; or, if
+    the norm ``commutes``, of u v of ``weighted`` what u v of the normed x is.
 
     *Sharding contract*: w is split like the residual that it multiplies.
 
@@ -56,6 +57,12 @@ class RMSNorm(nnx.Module):
         """x · w, scaled by a power of two in float16."""
         return _scaled_product(x, self.weight[...])
 
+    @property
+    def commutes(self) -> bool:
+        """Whether ``finished`` may be left until behind u: not in float16, where what u makes of an
+        x that is not normalised could be too large."""
+        return self.weight[...].dtype != jnp.float16
+
     def finished(self, z: Float[Array, "T R"], moments: Float[Array, "T 1"]) -> Float[Array, "T R"]:
         """From v of ``weighted``, summed over devices, to v of the normalised x."""
         return (_unscaled(z) * self._inverse(moments)).astype(z.dtype)
@@ -79,6 +86,8 @@ class LayerNorm(nnx.Module):
     Args:
         name, width, eps: as of :class:`RMSNorm`; γ is ``name.weight``, β ``name.bias``.
     """
+
+    commutes = False  # ``finished`` is more than a factor
 
     def __init__(self, name: str, width: int | Share, eps: float, *, dtype: jnp.dtype) -> None:
         share = whole(width) if isinstance(width, int) else width

@@ -157,6 +157,7 @@ def concatenated(
     *,
     scale: float | None,
     columns: Share,
+    height: int,
 ) -> nnx.Param[Any]:
     """Declares a parameter of rows of some tensors, one under the other, that is cut into equal
     parts without regard to where one ends; parts are padded as ranks are.
@@ -165,6 +166,7 @@ def concatenated(
         rows: in order, each with a share that is whole.
         devices: parts.
         dtype, scale, columns: as of :func:`parameter`.
+        height: of all rows together, or more, for rows of zeros below them.
     """
     runs: dict[str, list[Run]] = {}
     counts: dict[str, int] = {}
@@ -173,7 +175,8 @@ def concatenated(
         counts[piece.name] = piece.count or piece.share.size
         runs.setdefault(piece.name, []).append((piece.first, end, piece.share.size))
         end += piece.share.width
-    padded = deal_rank(end, devices).padded
+    assert height >= end
+    padded = deal_rank(height, devices).padded
     return _declared(runs, counts, padded, devices > 1, columns, dtype, scale)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from deinfer_jax.parallel.mesh import AXIS
+from deinfer_jax.parallel.strategy import FEW_ROWS
 
 __all__ = ["add_riders", "buffer_width", "rider_columns"]
 
@@ -32,21 +33,27 @@ def buffer_width(rank: int, riders: int, dtype: jnp.dtype, devices: int) -> int:
 
 
 def add_riders(
-    z: Array,  # [U, R], this device's terms
+    z: Array,  # [U, R + zeros], this device's terms
     riders: Array,  # [T, k] float32, this device's terms of the first T rows
+    rank: int,  # R
     devices: int,
 ) -> tuple[Array, Array]:  # [U, R], [U, k]
-    """The sums of both over devices, by one all-reduce of one buffer."""
+    """The sums of both over devices, by one all-reduce of one buffer. z itself may be the buffer,
+    with room for the riders behind R."""
     riders = jnp.pad(riders, ((0, len(z) - len(riders)), (0, 0)))
     columns = riders if z.dtype == jnp.float32 else _own_columns(riders, z.dtype, devices)
-    used = z.shape[1] + columns.shape[1]
-    width = buffer_width(z.shape[1], riders.shape[1], z.dtype, devices)
-    buffer = jnp.concatenate([z, columns], axis=1)
-    total = jax.lax.psum(jnp.pad(buffer, ((0, 0), (0, width - used))), AXIS)
-    found = total[:, z.shape[1] : used]
+    used = rank + columns.shape[1]
+    width = buffer_width(rank, riders.shape[1], z.dtype, devices)
+    if len(z) > FEW_ROWS and z.shape[1] == width:
+        buffer = jax.lax.dynamic_update_slice(z, columns, (0, rank))  # in place
+    else:  # all of z is written once more, but by the kernel that makes the riders
+        beside = jnp.concatenate([z[:, :rank], columns], axis=1)
+        buffer = jnp.pad(beside, ((0, 0), (0, width - used)))
+    total = jax.lax.psum(buffer, AXIS)
+    found = total[:, rank:used]
     if z.dtype != jnp.float32:
         found = _read(found.reshape(len(z), devices, riders.shape[1], -1))
-    return total[:, : z.shape[1]], found
+    return total[:, :rank], found
 
 
 def _own_columns(riders: Array, dtype: jnp.dtype, devices: int) -> Array:  # [T, p·k·n]

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from deinfer_jax.parallel.mesh import AXIS
-from deinfer_jax.parallel.riders import add_riders
+from deinfer_jax.parallel.riders import add_riders, buffer_width
 from deinfer_jax.parallel.strategy import (
+    FEW_ROWS,
     Contracting,
     Expanding,
     Norm,
@@ -159,8 +160,9 @@ class Sharded(Strategy):
 
     The norm's 1/rms is one number a token and commutes with v. So every device multiplies its own
     columns of x by the norm's weight and by its own columns of v, Σx² rides in the buffer of the
-    all-reduce that adds up the latents, and 1/rms is applied to their sum, in float32. Layer norms
-    (``layers.norm``) send Σx, too, and two rows more.
+    all-reduce that adds up the latents, and 1/rms is applied to their sum, in float32, or where
+    there are many tokens to what u makes of it. Layer norms (``layers.norm``) send Σx, too, and two
+    rows more.
 
     *Sharding contract*: of q k v and gate up, v is split on D, an all-reduce of R elements a token
     and some for Σx² (``riders``) makes z whole, u is split on heads or F; of o and down, v is split
@@ -178,17 +180,22 @@ class Sharded(Strategy):
         self, x: Float[Array, "T d"], norm: Norm, block: Expanding
     ) -> tuple[tuple[Array, ...], Float[Array, "T R"] | None]:
         """See ``Strategy.expand``."""
-        moments, z = norm.moments(x), block.latents(norm.weighted(x))
-        if z is None:
+        moments, terms = norm.moments(x), block.latents(norm.weighted(x))
+        total = z = whole = None
+        if terms is None:
             moments = jax.lax.psum(moments, AXIS)
         else:
-            z, moments = add_riders(z, moments, self.devices)
-            z = norm.finished(z, moments)
-        whole = None
+            total, moments = add_riders(terms, moments, block.rank, self.devices)
+            z = norm.finished(total, moments)
         if block.has_dense:
             own = norm.applied(x, moments[: len(x)])
             whole = jax.lax.all_gather(own, AXIS, axis=1, tiled=True, to="invarying")
-        return block.outputs(block.products(whole, z)), z
+        if not norm.commutes or len(x) <= FEW_ROWS:
+            return block.outputs(block.products(whole, z)), z
+        # Behind u, 1/rms joins what comes next, RoPE or the activation, and z stays as it came.
+        products = block.products(whole, total)
+        groups = [norm.finished(y, moments) for y in products[block.has_dense :]]
+        return block.outputs(products[: block.has_dense] + groups), z
 
     def contract(self, h: Float[Array, "T I"], projection: Contracting) -> Float[Array, "T d"]:
         """See ``Strategy.contract``."""
@@ -205,6 +212,10 @@ class Sharded(Strategy):
         """See ``Strategy.logits``; an all-gather of D elements a row."""
         x = jax.lax.all_gather(x, AXIS, axis=1, tiled=True, to="invarying")
         return _own_logits(norm(x), table)
+
+    def latent_buffer(self, rank: int, dtype: jnp.dtype) -> int:
+        """With rows for Σx², so that the product with v is the buffer of the all-reduce."""
+        return buffer_width(rank, 1, dtype, self.devices)
 
 
 def _own_logits(h: Array, table: Table) -> Array:

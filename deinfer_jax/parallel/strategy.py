@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
@@ -22,6 +23,7 @@ from deinfer_jax.parallel.shares import Heads, Share, deal, deal_heads, deal_ran
 from deinfer_jax.parallel.vocabulary import WHOLE, Vocabulary
 
 __all__ = [
+    "FEW_ROWS",
     "Contracting",
     "Expanding",
     "Norm",
@@ -31,6 +33,10 @@ __all__ = [
     "Table",
     "check_splits",
 ]
+
+# With so many tokens or fewer, a GPU spends a step on reading weights and on launching kernels;
+# with more, on activations, too, so that a kernel more that saves a copy of them pays.
+FEW_ROWS = 128
 
 
 @runtime_checkable
@@ -53,6 +59,11 @@ class Norm(Protocol):
         """What goes through v before the moments are known, [T, d] and perhaps more rows."""
         ...
 
+    @property
+    def commutes(self) -> bool:
+        """Whether ``finished`` may be applied to u v of that as well as to v of it."""
+        ...
+
     def finished(self, z: Array, moments: Array, /) -> Array:
         """v of the normed x [T, R], of v of that, summed over devices."""
         ...
@@ -68,8 +79,13 @@ class Expanding(Protocol):
         """Whether any projection is dense."""
         ...
 
+    @property
+    def rank(self) -> int:
+        """R, the latents of all decomposed ones."""
+        ...
+
     def latents(self, x: Array, /) -> Array | None:
-        """v x of all decomposed ones."""
+        """v x of all decomposed ones, and zeros behind that where v has room for more."""
         ...
 
     def products(self, x: Array | None, z: Array | None, /) -> list[Array]:
@@ -275,6 +291,11 @@ class Strategy:
     def latent_rank(self, rank: int) -> int:
         """How wide a latent is on a device."""
         return deal_rank(rank, self.devices if self.splits_pairs else 1).width
+
+    def latent_buffer(self, rank: int, dtype: jnp.dtype) -> int:
+        """Rows of an expanding v of so many latents: as many, or more of zeros where its product is
+        a collective's buffer."""
+        return rank
 
     def pool_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
         """How pools of heads [P, n, K, S, H] and of latents [P, S, width] are split."""

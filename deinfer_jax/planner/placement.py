@@ -287,12 +287,16 @@ class _Placer:
             gathered = p * _padded_rank(_share(padded, p))
             self._product(gathered // p, self.residual)
             self._collect("all-gather", f"latents of {name}", total, gathered - total)
+        elif self.strategy == "sharded" and groups:
+            used = padded + self.slots
+            buffer = used + _pad(used, 8 * p)
+            self._product(buffer, self.residual)  # with rows of zeros that make the slots
+            slots = total + self.slots
+            self._collect(
+                "all-reduce", f"latents of {name} and slots", slots, padding=buffer - slots
+            )
         elif groups:
             self._product(padded, self.residual)
-        if self.strategy == "sharded" and groups:
-            buffer = total + self.slots
-            padding = padded - total + _pad(padded + self.slots, 8 * p)
-            self._collect("all-reduce", f"latents of {name} and slots", buffer, padding)
         elif self.strategy == "sharded":
             self._collect("all-reduce", f"Σx² of {name}", 1)  # alone, as one float32
         for piece, width in groups.items():

@@ -57,8 +57,9 @@ class Link:
         bandwidth: bytes/s that a device sends (and receives at the same time) in a collective.
         latency: seconds between two devices.
         hop: seconds on top for every doubling of the devices.
-        small: bytes up to which an all-reduce of a single buffer goes by a faster kernel (XLA's
-            one- and two-shot kernels over NVLink), which has ``small_latency``; 0 = there is none.
+        small: bytes up to which an all-reduce of a single buffer goes by a faster kernel (over NVLink
+            XLA's one- and two-shot kernels, else NCCL's for few bytes), which has
+            ``small_latency``; 0 = there is none.
         small_latency: its seconds.
 
     Raises:
@@ -131,7 +132,14 @@ LINKS = {
         small=float(4 << 20),
         small_latency=5.04e-6,
     ),
-    "pcie": Link(name="pcie", bandwidth=2.99e10, latency=1.18e-5, hop=6e-6),
+    "pcie": Link(
+        name="pcie",
+        bandwidth=3.1e10,
+        latency=2.1e-5,
+        hop=6e-6,
+        small=float(128 << 10),
+        small_latency=2e-6,
+    ),
     "network": Link(name="network", bandwidth=2e10, latency=3e-5, hop=1.5e-5),
 }
 

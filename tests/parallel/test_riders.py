@@ -12,18 +12,23 @@ from jax.sharding import PartitionSpec
 
 from deinfer_jax.parallel.mesh import choose_placement
 from deinfer_jax.parallel.riders import add_riders, buffer_width, rider_columns
+from deinfer_jax.parallel.strategy import FEW_ROWS
 
-ROWS = 5
 P = PartitionSpec
 
 
-def summed(z: np.ndarray, riders: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of terms z [p, T, R] and riders float32 [p, T, k]: the sums that all devices get."""
-    devices = len(z)
+def summed(
+    z: np.ndarray, riders: np.ndarray, dtype: str, *, room: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of terms z [p, T, R] and riders float32 [p, T, k]: the sums that all devices get. ``room`` is
+    how many riders z has zeros for."""
+    devices, _, rank = z.shape
+    width = buffer_width(rank, room, jnp.dtype(dtype), devices) if room else rank
+    z = np.pad(z, ((0, 0), (0, 0), (0, width - rank)))
     placement = choose_placement(devices)
 
     def local(z: Any, riders: Any) -> Any:
-        return add_riders(z[0], riders[0], devices)
+        return add_riders(z[0], riders[0], rank, devices)
 
     both = placement.spread(local, (P("tp"), P("tp")), (P(), P()))
     total, found = jax.jit(both)(jnp.asarray(z, dtype), jnp.asarray(riders))
@@ -32,14 +37,15 @@ def summed(z: np.ndarray, riders: np.ndarray, dtype: str) -> tuple[np.ndarray, n
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("devices", [2, 3, 8])
-def test_riders_are_summed_in_float32(dtype: str, devices: int) -> None:
+@pytest.mark.parametrize(("rows", "room"), [(5, 0), (5, 2), (FEW_ROWS + 3, 2), (FEW_ROWS + 3, 1)])
+def test_riders_are_summed_in_float32(rows: int, room: int, dtype: str, devices: int) -> None:
     rng = np.random.default_rng(devices)
     # Sums of squares of all sizes, far beyond what float16 can hold, and zero.
-    exponents = rng.uniform(-20, 25, (devices, ROWS, 2))
+    exponents = rng.uniform(-20, 25, (devices, rows, 2))
     riders = (2.0**exponents * rng.uniform(1, 2, exponents.shape)).astype(np.float32)
     riders[:, 0] = 0
-    z = rng.integers(-8, 8, (devices, ROWS, 11))  # sums are exact in every dtype
-    total, found = summed(z, riders, dtype)
+    z = rng.integers(-8, 8, (devices, rows, 11))  # sums are exact in every dtype
+    total, found = summed(z, riders, dtype, room=room)
     np.testing.assert_array_equal(total.astype(np.float64), z.sum(axis=0))
     # p − 1 additions in float32 are all that may round.
     exact = riders.astype(np.float64).sum(axis=0)

@@ -23,7 +23,7 @@ from deinfer_jax.layers.parameter import declarations
 from deinfer_jax.parallel import strategies
 from deinfer_jax.parallel.mesh import AXIS, choose_placement
 from deinfer_jax.parallel.strategies import get_strategy, register_strategy
-from deinfer_jax.parallel.strategy import Single, Split, Strategy
+from deinfer_jax.parallel.strategy import FEW_ROWS, Single, Split, Strategy
 
 D, F, T = 48, 90, 6
 PARENT = "model.layers.0.mlp"
@@ -137,16 +137,19 @@ def multiplied_out(layout: LowRank, held: dict[str, np.ndarray]) -> dict[str, np
     return found
 
 
-def inputs() -> np.ndarray:
-    """Rows of other scales, with means of the order of their deviations."""
+def inputs(rows: int = T) -> np.ndarray:
+    """Rows of other scales, with means of the order of their deviations; T, then repeated."""
     rng = np.random.default_rng(1)
     scale = np.array([[0.1], [1], [3], [10], [0.5], [2]])
-    return scale * (rng.standard_normal((T, D)) + rng.normal(size=(T, 1)))
+    x = scale * (rng.standard_normal((T, D)) + rng.normal(size=(T, 1)))
+    return np.resize(x, (rows, D))
 
 
-def check(kind: str, name: str, layout: str, devices: int, dtype: str, limit: float) -> None:
+def check(
+    kind: str, name: str, layout: str, devices: int, dtype: str, limit: float, rows: int = T
+) -> None:
     chosen, strategy = LAYOUTS[layout], get_strategy(name, devices)
-    held, x = tensors(chosen), inputs()
+    held, x = tensors(chosen), inputs(rows)
     if dtype != "float32":  # what is compared is the arithmetic, not the rounding of the inputs
         held = {k: v.astype(jnp.dtype(dtype)).astype(np.float64) for k, v in held.items()}
         x = x.astype(jnp.dtype(dtype)).astype(np.float64)
@@ -185,11 +188,26 @@ def test_half_precision(kind: str, dtype: str, limit: float) -> None:
     check(kind, "sharded", "separate", 4, dtype, limit)
 
 
-def test_float16_of_a_loud_channel() -> None:
-    """x · w and v (x · w) before the norm would be infinite in float16."""
+@pytest.mark.parametrize("layout", ["separate", "one v", "gate", "dense"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_many_rows(kind: str, layout: str) -> None:
+    check(kind, "sharded", layout, 4, "float32", 2e-6, FEW_ROWS + 8)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2**-6), ("float16", 2**-9)])
+@pytest.mark.parametrize("kind", NORMS)
+def test_many_rows_in_half_precision(kind: str, dtype: str, limit: float) -> None:
+    check(kind, "sharded", "separate", 8, dtype, limit, FEW_ROWS + 3)
+
+
+@pytest.mark.parametrize("rows", [T, FEW_ROWS + 8])
+def test_float16_of_a_loud_channel(rows: int) -> None:
+    """x · w, v (x · w) and u v (x · w) before the norm would be infinite in float16."""
     layout = LAYOUTS["separate"]
-    held, x = tensors(layout), inputs()
+    held, x = tensors(layout), inputs(rows)
     x[:, 7], held["norm.weight"][7] = 2e4, 4
+    held[f"{PARENT}.gate_proj.u.weight"] *= 100
+    held[f"{PARENT}.up_proj.u.weight"] /= 100
     held = {k: v.astype(np.float16).astype(np.float64) for k, v in held.items()}
     x = x.astype(np.float16).astype(np.float64)
     expected = exact("rms", layout, held, x)

@@ -28,7 +28,7 @@ def predicted(link: str, strategy: str, situation: Situation) -> float:
 class TestTwoGpus:
     @pytest.mark.parametrize("strategy", DESIGN["nvlink"])
     @pytest.mark.parametrize(
-        ("table", "tolerance"), [(OURS, 0.17), (measured.designed(), 0.25)], ids=["ours", "design"]
+        ("table", "tolerance"), [(OURS, 0.1), (measured.designed(), 0.25)], ids=["ours", "design"]
     )
     def test_time(
         self, link: str, strategy: str, situation: Situation, table: Cells, tolerance: float
@@ -76,15 +76,16 @@ class TestChoice:
 
     @pytest.mark.parametrize("situation", SITUATIONS[:2], ids=lambda s: s.name)
     def test_small_batches_with_a_fast_link(self, situation: Situation) -> None:
-        # The design had dense first here, by 19 and 4 %; since then sharded is, by 9 and 1 %.
+        # The design had dense first here, by 19 and 4 %; since then sharded is faster by 10 % and as
+        # fast.
         found = stack("nvlink", situation)
         times = {
             strategy: OURS["nvlink", strategy, situation.name] for strategy in DESIGN["nvlink"]
         }
-        assert min(times, key=times.__getitem__) == "sharded"
+        assert times["sharded"] < 1.005 * times["dense"]
         assert not found.dense_is_faster
         assert found.choice is not None
-        assert times[found.choice.strategy] < 1.03 * times["sharded"]
+        assert times[found.choice.strategy] < 1.04 * min(times.values())
 
 
 class TestOneGpu:
