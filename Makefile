@@ -26,8 +26,8 @@ demo: $(VENV)/.demo ## a small model answers three questions (installs the runti
 test: check ## check, then the tests but the slow ones
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-full: check ## check, then all tests
-	$(BIN)/python -m pytest $(PARALLEL) -m ""
+test-full: check ## check, then all tests, with programs as optimised as a user's
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=3" $(BIN)/python -m pytest $(PARALLEL) -m ""
 
 test-gpu: $(VENV)/.gpu ## the tests that need a GPU
 	RUN_GPU=1 $(BIN)/python -m pytest tests/gpu -m ""

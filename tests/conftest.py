@@ -22,11 +22,17 @@ def _gpu_wanted() -> bool:
 
 
 # The environment rather than jax.config, so that processes started by a test are set up alike.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    _flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+_flags = {"--xla_force_host_platform_device_count": 8}
 if not _gpu_wanted():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # LLVM's optimisations take longer than all runs of the tests' small programs. What XLA does on
+    # its own level (fusion, layouts, copies, collectives) stays; `make test-full` has both.
+    _flags["--xla_backend_optimization_level"] = 0
+    # PyTorch's threads wait by spinning, which takes the processor from the other workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _flag, _value in _flags.items():
+    if _flag not in (_given := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{_given} {_flag}={_value}".strip()
 
 import jax  # noqa: E402 (reads the variables above)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,6 +22,36 @@ class Note:
         self.asked = False
 
 
+class Held:
+    """Signals that wait for their handler.
+
+    Not functions inside `uninterrupted`: where annotations are checked, each of those is compiled
+    anew whenever it is defined, which took as long as a step of a small model.
+
+    Args:
+        handler: of the signals.
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.handler = handler
+        self.signals: list[tuple[int, FrameType | None]] = []
+
+    def hold(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal by keeping it, but the second one and what came before it at once."""
+        self.signals.append((number, frame))
+        if len(self.signals) > 1:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Gives the handler all that waits."""
+        while True:
+            try:
+                one = self.signals.pop(0)
+            except IndexError:  # a signal that came meanwhile may have delivered all
+                return
+            self.handler(*one)
+
+
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -34,27 +64,13 @@ def uninterrupted() -> Iterator[None]:
     if not _in_main_thread() or not callable(before):
         yield
         return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1:
-            deliver()
-
-    def deliver() -> None:
-        while True:
-            try:
-                one = held.pop(0)
-            except IndexError:  # a signal that came meanwhile may have delivered all
-                return
-            before(*one)
-
-    signal.signal(signal.SIGINT, hold)
+    held = Held(before)
+    signal.signal(signal.SIGINT, held.hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        deliver()
+        held.deliver()
 
 
 @contextmanager

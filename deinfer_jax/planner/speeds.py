@@ -57,8 +57,8 @@ class Link:
         bandwidth: bytes/s that a device sends (and receives at the same time) in a collective.
         latency: seconds between two devices.
         hop: seconds on top for every doubling of the devices.
-        small: bytes up to which an all-reduce of a single buffer goes by a faster kernel (over NVLink
-            XLA's one- and two-shot kernels, else NCCL's for few bytes), which has
+        small: bytes up to which an all-reduce of a single buffer goes by a faster kernel (XLA's
+            one- and two-shot kernels over NVLink, without it NCCL's for few bytes), which has
             ``small_latency``; 0 = there is none.
         small_latency: its seconds.
 

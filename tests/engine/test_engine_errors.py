@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -52,6 +53,16 @@ SEAMS_AND_ERRORS: list[tuple[str, type[BaseException]]] = [
     *((seam, KeyboardInterrupt) for seam in SEAMS),
     *((seam, MemoryError) for seam in SEAMS if seam not in OF_ONE_REQUEST),
 ]
+
+
+def every_exception() -> Iterator[Any]:
+    """Of the four ways that each of them can fall, two in turn, so that every pair occurs; `full`
+    are the others."""
+    for number, (seam, error) in enumerate(SEAMS_AND_ERRORS):
+        for late, in_flight in itertools.product((0, 1), (0, 1)):
+            marks = () if (late + in_flight + number) % 2 else pytest.mark.full
+            when = ("before", "after")[late]
+            yield pytest.param(seam, error, when, in_flight, marks=marks)
 
 
 class Work:
@@ -116,19 +127,17 @@ class TestNothingIsLost:
     def work(self, speaking: LLM) -> Work:
         return Work(speaking)
 
-    @pytest.mark.parametrize("in_flight", [0, 1])
-    @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-    @pytest.mark.parametrize(("seam", "error"), SEAMS_AND_ERRORS)
+    @pytest.mark.parametrize(("seam", "error", "when", "in_flight"), list(every_exception()))
     def test_an_exception_somewhere(
         self,
         work: Work,
         monkeypatch: pytest.MonkeyPatch,
         seam: str,
         error: type[BaseException],
-        late: bool,
+        when: str,
         in_flight: int,
     ) -> None:
-        llm = work.llm
+        llm, late = work.llm, when == "after"
         monkeypatch.setattr(llm.core, "ahead", in_flight)
         for after in (0, 1, 4, 9):
             engine = Engine(llm)

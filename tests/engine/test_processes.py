@@ -24,6 +24,7 @@ pytest.importorskip("torch", reason="tiny models are made by transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 15  # in which the others end
+COUNT = "--xla_force_host_platform_device_count"
 full = pytest.mark.full
 
 
@@ -47,7 +48,8 @@ class Run:
         job.write_text(json.dumps(dict(port=port, processes=processes) | what))
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            # The last of two values counts.
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {COUNT}={devices}",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         }
         command = [sys.executable, process_worker.__file__, str(job)]

@@ -19,6 +19,13 @@ from tests import tiny
 pytest.importorskip("torch", reason="the independent implementation is transformers on torch")
 
 TOKENS = 41  # not a multiple of a page or a chunk
+# What `test_prefill_in_several_chunks` and `test_decode` say of every variant, once more.
+FEW = ("gqa", "mistral-window", "qwen2-windows", "qwen3-biases")
+A_FEW = pytest.mark.parametrize(
+    "checkpoint",
+    [v if v in FEW else pytest.param(v, marks=pytest.mark.full) for v in tiny.VARIANTS],
+    indirect=True,
+)
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -32,6 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory, tiny.make(request.param, directory)
 
 
+@A_FEW
 def test_prefill_in_one_chunk(checkpoint) -> None:
     directory, theirs = checkpoint
     tokens = tiny.random_tokens(TOKENS)
@@ -89,6 +97,7 @@ def test_dynamic_ntk_is_fixed_from_max_context(tmp_path: Path, chunk: int) -> No
         assert llm.logits(sequence)[-1].argmax() == done.token_ids[1]
 
 
+@A_FEW
 def test_greedy_tokens_equal_a_full_forward_without_cache(checkpoint) -> None:
     directory, theirs = checkpoint
     prompt = tiny.random_tokens(18, seed=5)
